@@ -1,0 +1,1 @@
+"""Flash attention, the KV cache, and one entry point that picks an implementation."""

@@ -1,0 +1,1 @@
+"""Reference implementations of parallel training, one strategy a file."""

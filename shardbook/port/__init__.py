@@ -1,0 +1,1 @@
+"""Find what a CUDA-only project does that an NPU does not."""

@@ -1,0 +1,1 @@
+"""Record, merge and show traces."""

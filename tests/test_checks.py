@@ -1,0 +1,45 @@
+"""Every check rejects its wrong answers with a hint at the fault and accepts the right ones."""
+
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+from shardbook.checks import CHAPTERS
+from shardbook.checks.framework import checks_of
+from tests import wrong_answers
+
+for found in pkgutil.iter_modules(wrong_answers.__path__):
+    importlib.import_module(f"tests.wrong_answers.{found.name}")
+
+
+def checks(chapter: int) -> dict:
+    return checks_of(importlib.import_module(f"shardbook.checks.{CHAPTERS[chapter]}"))
+
+
+@pytest.mark.parametrize(
+    ("chapter", "exercise", "answer", "says"),
+    [
+        pytest.param(chapter, exercise, answer, says, id=f"{chapter}-{exercise}-{name}")
+        for chapter, exercise, name, answer, says in wrong_answers.ANSWERS
+    ],
+)
+def test_verdict(chapter, exercise, answer, says):
+    verdict = checks(chapter)[exercise].examine(answer, first_only=says is not None)
+    text = "\n".join(verdict.lines())
+    assert verdict.status == ("right" if says is None else "wrong"), text
+    if says is not None:
+        assert verdict.hint, "a wrong answer gets a hint:\n" + text
+        assert re.search(says, text, re.IGNORECASE), f"/{says}/ not in:\n{text}"
+
+
+CHAPTERS_WITH_ANSWERS = sorted({chapter for chapter, *_ in wrong_answers.ANSWERS})
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS_WITH_ANSWERS)
+def test_every_exercise_has_five_wrong_answers_and_another_right_one(chapter):
+    for exercise in checks(chapter):
+        mine = [says for c, e, _, _, says in wrong_answers.ANSWERS if (c, e) == (chapter, exercise)]
+        assert sum(says is not None for says in mine) >= 5, exercise
+        assert sum(says is None for says in mine) >= 1, exercise
