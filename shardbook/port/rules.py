@@ -1,0 +1,188 @@
+"""The one table of what the porting checker knows: what, why, what to write instead, the source.
+
+Severity says what the reader meets on an NPU: "breaks" stops with an error, "wrong" runs and gives
+another result than on CUDA (another device, no seed, a dropped branch), "slow" runs where a faster
+way exists, "style" has no effect there.
+"""
+
+import dataclasses
+
+SEVERITIES = ("breaks", "wrong", "slow", "style")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One habit of NVIDIA-only code."""
+
+    id: str
+    severity: str
+    what: str
+    why: str
+    instead: str
+    reference: str
+
+
+_TABLE = [
+    # ---- device and placement
+    ("cuda-method", "breaks", "`.cuda()` moves to a CUDA device",
+     "there is no CUDA device to move to", "`.to(device)` with one `device` chosen in one place",
+     "vllm-ascend#516, torchtune#1826"),
+    ("cuda-device", "breaks", "a CUDA device is named",
+     "torch raises for a device type that is not there",
+     "`torch.accelerator.current_accelerator() or torch.device('cpu')`, asked once",
+     "vllm-ascend#516"),
+    ("cuda-assert", "breaks", "the program insists on CUDA",
+     "`torch.cuda.is_available()` is False on an NPU, so it stops here",
+     "ask `torch.accelerator.is_available()`", "facebookresearch/DiT, fast-DiT"),
+    ("cuda-or-cpu", "wrong", "the choice is between CUDA and the rest",
+     "`torch.cuda.is_available()` is False on an NPU: it silently takes the other branch",
+     "`torch.accelerator.is_available()` and `torch.accelerator.current_accelerator()`",
+     "accelerate#3020"),
+    ("cuda-branch", "wrong", "a branch asks whether the device is CUDA",
+     "an NPU tensor's `is_cuda` is False and its `device.type` is 'npu', so the branch is lost",
+     "ask for what matters (`device.type != 'cpu'`), or add the npu case", "transformers#36383"),
+    ("not-cpu-is-cuda", "wrong", "what is not the CPU is taken for CUDA",
+     "on an NPU the else branch runs CUDA-only code", "use the device at hand, not its absence",
+     "vllm-omni#755"),
+    ("device-count", "breaks", "`torch.cuda.device_count()` decides a size",
+     "it is 0 on an NPU: modulo by zero, or zero processes that end well",
+     "`torch.accelerator.device_count()`, and the launcher's WORLD_SIZE for the world",
+     "facebookresearch/DiT"),
+    ("bare-int-device", "breaks", "an integer stands for a device",
+     "an integer means a CUDA device in much code and torch versions",
+     "`torch.device(type, index)`", "Ascend/pytorch#16, speculators#775"),
+    ("cuda-tensor-type", "breaks", "a CUDA tensor type or legacy constructor",
+     "these types exist for CUDA only", "`torch.empty(…, dtype=…, device=device)`",
+     "Ascend/pytorch#16"),
+    # ---- torch.cuda
+    ("cuda-call", "breaks", "a torch.cuda function that needs a CUDA device",
+     "it raises without one", "the torch.accelerator or torch.npu function of that name",
+     "torchtune#1826"),
+    ("cuda-silent", "wrong", "a torch.cuda function that does nothing without CUDA",
+     "it neither fails nor acts: seeds, statistics and caches of the NPU are not touched",
+     "the torch.npu function of that name (`torch.manual_seed` seeds every device)",
+     "Step-Video-T2V, torchtune#1826"),
+    ("cuda-graph", "breaks", "CUDA graphs", "capture and replay need CUDA streams",
+     "run eagerly, or torch.npu.NPUGraph where the version has it",
+     "vllm-ascend#9119, #8585, #9691"),
+    ("cuda-stream", "breaks", "a CUDA stream or event", "there is no CUDA runtime behind it",
+     "`torch.Stream(device)` and `torch.Event(device)`", "torchtune#1826"),
+    ("cuda-generator", "breaks", "a random generator on CUDA",
+     "there is no such device, and each device draws other numbers from one seed",
+     "draw on a CPU generator and move the result", "pytorch#79496"),
+    ("nvtx", "breaks", "NVTX ranges", "they raise where NVTX is not installed",
+     "`torch.profiler.record_function`, or torch_npu.profiler's marks", "torch.cuda.nvtx"),
+    ("cuda-profiler", "wrong", "the profiler records CUDA activity",
+     "it records no NPU kernel", "torch_npu.profiler with ProfilerActivity.NPU",
+     "torch_npu.profiler"),
+    # ---- precision
+    ("cuda-autocast", "wrong", "autocast for CUDA",
+     "it switches itself off with a warning, so everything runs in fp32",
+     "`torch.autocast(device.type, dtype=…)`", "Step-Video-T2V"),
+    ("cuda-grad-scaler", "wrong", "a gradient scaler for CUDA",
+     "it switches itself off with a warning, so fp16 gradients underflow",
+     "`torch.amp.GradScaler(device.type)`, or bf16 and no scaler", "torch.amp"),
+    ("float64", "breaks", "float64 on the device",
+     "most NPU kernels have no float64", "compute it on the host and cast before moving",
+     "diffusers#10428, #10123"),
+    ("float64-move", "breaks", "a float64 table moves to the device before it is cast",
+     "the copy itself or the first op on it fails", "cast first: `.float().to(device)`",
+     "facebookresearch/DiT"),
+    ("complex", "breaks", "complex numbers on the device",
+     "complex kernels are few: a complex rotary embedding fails or falls back to the CPU",
+     "rotate pairs with real cos and sin tables", "vllm-omni#4911, #6571"),
+    ("float8", "breaks", "a float8 dtype", "the formats are NVIDIA's and AMD's",
+     "bf16, or int8 through the NPU's own quantisation", "torch.float8_e4m3fn"),
+    ("bf16-conv3d", "breaks", "a 3-D convolution in bf16", "there is no such kernel",
+     "run it in fp16 or fp32, or as 2-D convolutions over frames",
+     "ComfyUI#7784, sglang#27853"),
+    ("tf32", "style", "a CUDA or cuDNN switch", "it has no effect on an NPU",
+     "leave it for CUDA; torch.npu has its own (`torch.npu.matmul.allow_hf32`)",
+     "facebookresearch/DiT"),
+    # ---- distributed
+    ("nccl", "breaks", "the NCCL backend", "an NPU speaks HCCL",
+     "`dist.get_default_backend_for_device(device)` or no backend at all", "ms-swift#1165"),
+    ("nccl-available", "wrong", "asks whether NCCL is there",
+     "it is not, so the branch without parallelism is taken", "`dist.is_available()`",
+     "ms-swift#1165"),
+    ("int-device-id", "breaks", "`device_id` is no torch.device", "init_process_group refuses it",
+     "`device_id=torch.device(type, index)`", "speculators#775"),
+    ("reduce-op", "breaks", "a reduction that HCCL refuses",
+     "HCCL has sum, product, min and max", "send the parts and combine them",
+     "HCCL's process group"),
+    ("fork", "breaks", "processes are forked", "a forked child can't use an initialised NPU",
+     "start method 'spawn' or 'forkserver'", "vllm-ascend#7256"),
+    # ---- libraries and kernels
+    ("cuda-library", "breaks", "a library of CUDA kernels", "it has no NPU build",
+     "torch's own op (SDPA, torch.optim), or torch_npu's", "transformers#36383, #26194"),
+    ("optional-cuda-library", "slow", "a CUDA library with a fallback",
+     "the fallback runs on an NPU: it must be right, and may be slow",
+     "test the fallback against the fused op; use torch_npu's fused op where there is one",
+     "transformers#26194"),
+    ("custom-op", "breaks", "a compiled op of its own", "the binary holds CUDA kernels",
+     "write it in torch ops, or as an Ascend C op", "Step-Video-T2V"),
+    ("cuda-extension", "breaks", "builds a CUDA extension", "nvcc's output does not run on an NPU",
+     "torch ops, or an Ascend C op", "CogVideo#97"),
+    ("triton", "breaks", "a Triton kernel", "stock Triton compiles for GPUs",
+     "torch ops, or triton-ascend after its own test", "sglang#26403"),
+    ("compile", "breaks", "torch.compile with the default backend",
+     "inductor generates Triton or CUDA code", "eager, or torchair as the backend",
+     "sglang#26403, vllm-omni#1108"),
+    ("sdpa-backend", "slow", "forces one of CUDA's attention kernels",
+     "those kernels are CUDA's: it is ignored or refused", "let SDPA choose",
+     "sglang#31948"),
+    # ---- environment
+    ("cuda-env", "wrong", "an environment variable of CUDA or NCCL",
+     "the NPU's runtime does not read it", "its Ascend twin (see the reference)",
+     "verl#7507, Trinity-RFT#618"),
+    ("nvidia-tool", "breaks", "an NVIDIA command-line tool", "it is not installed beside an NPU",
+     "`npu-smi info`, msprof", "npu-smi"),
+    # ---- the file
+    ("unreadable", "style", "this file could not be read as Python 3",
+     "nothing in it was checked", "check it by hand, or fix its syntax", "python"),
+]  # fmt: skip
+
+RULES: dict[str, Rule] = {row[0]: Rule(*row) for row in _TABLE}
+
+# torch.cuda functions by what they do without a CUDA device, as torch 2.13's CPU build behaves.
+SILENT = {
+    "manual_seed", "manual_seed_all", "seed", "seed_all", "empty_cache", "max_memory_allocated",
+    "memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats",
+    "reset_peak_memory_stats", "reset_max_memory_allocated", "ipc_collect", "is_initialized",
+    "set_sync_debug_mode", "memory_snapshot", "max_memory_cached", "memory_cached",
+    "is_bf16_supported", "reset_max_memory_cached",
+}  # fmt: skip
+GRAPHS = {"CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle",
+          "is_current_stream_capturing", "graphs"}  # fmt: skip
+STREAMS = {"Stream", "Event", "stream", "current_stream", "default_stream", "set_stream",
+           "ExternalStream", "StreamContext"}  # fmt: skip
+TENSOR_TYPES = {f"{kind}Tensor" for kind in
+                ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long",
+                 "Bool")}  # fmt: skip
+
+CUDA_LIBRARIES = {
+    "flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "xformers", "apex", "amp_C",
+    "bitsandbytes", "transformer_engine", "pynvml", "pycuda", "cupy", "tensorrt", "torch_tensorrt",
+    "cuda", "numba.cuda", "sageattention", "spas_sage_attn", "causal_conv1d", "causal_conv1d_cuda",
+    "mamba_ssm", "flashinfer", "vllm_flash_attn", "deep_gemm", "deep_ep", "nvidia", "cutlass",
+    "fused_layer_norm_cuda", "selective_scan_cuda", "grouped_gemm", "gptqmodel", "auto_gptq",
+    "exllamav2", "natten", "torch2trt", "nvdiffrast", "tinycudann", "pytorch3d", "spconv",
+    "MinkowskiEngine", "py3nvml", "GPUtil", "gpustat", "nvitop", "dali", "nvidia_smi",
+    "deepspeed.ops", "colossalai.kernel", "flash_attention", "liger_kernel", "quack",
+}  # fmt: skip
+
+ENVIRONMENT = {  # variable -> its twin on Ascend
+    "CUDA_VISIBLE_DEVICES": "ASCEND_RT_VISIBLE_DEVICES",
+    "CUDA_LAUNCH_BLOCKING": "ASCEND_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_ORDER": "(none needed)",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "(none needed)",
+    "CUDA_HOME": "ASCEND_HOME_PATH",
+    "CUDA_PATH": "ASCEND_HOME_PATH",
+    "NVIDIA_VISIBLE_DEVICES": "ASCEND_VISIBLE_DEVICES",
+    "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_NPU_ALLOC_CONF",
+    "NVIDIA_TF32_OVERRIDE": "(none needed)",
+    "CUBLAS_WORKSPACE_CONFIG": "(none needed)",
+    "TORCH_CUDNN_V8_API_ENABLED": "(none needed)",
+    "TORCH_CUDA_ARCH_LIST": "(none needed)",
+}
+NVIDIA_TOOLS = ("nvidia-smi", "nsys ", "ncu ", "nvprof", "nvcc")
