@@ -1,11 +1,13 @@
 """Pictures shared by the chapters: one palette, one style, legible on light and dark pages."""
 
+import itertools
 from collections.abc import Sequence
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
 
 # Okabe and Ito's palette: told apart with every common colour blindness.
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]
@@ -57,3 +59,71 @@ def bars(groups: dict[str, dict[str, float]], ylabel: str, title: str = "") -> F
     if len(groups) > 1:
         ax.legend()
     return fig
+
+
+def storage(tensors: dict[str, Tensor], width: float = 9.0) -> Figure:
+    """One row a tensor: its elements as they are indexed, beside the memory they lie in.
+
+    Colour is the first index. A cell of memory that several first indices reach has several
+    colours, one that none reaches is white. Small numbers count the storage. 1 to 3 dimensions.
+    """
+    mpl.rcParams.update(STYLE)
+    heights = [max(2, t.shape[-2] if t.dim() > 1 else 1) + 1.6 for t in tensors.values()]
+    fig, axes = plt.subplots(
+        len(tensors),
+        2,
+        figsize=(width, 0.3 * sum(heights)),
+        width_ratios=(2, 3),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    known, first = next(iter(tensors.items()))
+    for (left, right), (name, x) in zip(axes, tensors.items(), strict=True):
+        _indexed(left, x)
+        left.set_title(f"{name}   {tuple(x.shape)}", fontsize=10, loc="left")
+        _memory(right, x)
+        shared = x.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        place = "" if x is first else (f", memory of {known}" if shared else ", new memory")
+        right.set_title(
+            f"strides {x.stride()}, offset {x.storage_offset()}{place}", fontsize=10, loc="left"
+        )
+    return fig
+
+
+def _indexed(ax: Axes, x: Tensor) -> None:
+    grid = x.reshape((1,) * (3 - x.dim()) + tuple(x.shape)).tolist()
+    across = 0.0
+    for i, matrix in enumerate(grid):
+        for j, row in enumerate(matrix):
+            for k, value in enumerate(row):
+                colour = (k, j, i)[x.dim() - 1]  # the first index
+                _cell(ax, across + k, -j, [colour], value)
+        across += len(matrix[0]) + 0.6 if matrix else 0
+    _bare(ax, across, len(grid[0]) if grid else 1)
+
+
+def _memory(ax: Axes, x: Tensor) -> None:
+    length = x.untyped_storage().nbytes() // x.element_size()
+    readers: list[set[int]] = [set() for _ in range(length)]
+    for index in itertools.product(*map(range, x.shape)):
+        at = x.storage_offset() + sum(i * s for i, s in zip(index, x.stride(), strict=True))
+        readers[at].add(index[0])
+    for at, value in enumerate(x.as_strided((length,), (1,), 0).tolist()):
+        _cell(ax, at, 0, sorted(readers[at]), value)
+        ax.text(at + 0.5, 1.08, str(at), ha="center", va="bottom", fontsize=6, color="#666666")
+    _bare(ax, length, 1)
+
+
+def _cell(ax: Axes, x: float, y: float, colours: list[int], value: float) -> None:
+    for i, colour in enumerate(colours):
+        at, wide = x + i / len(colours), 1 / len(colours)
+        face = COLOURS[colour % len(COLOURS)]
+        ax.add_patch(plt.Rectangle((at, y), wide, 1, facecolor=face, alpha=0.5, linewidth=0))
+    ax.add_patch(plt.Rectangle((x, y), 1, 1, fill=False, edgecolor="#444444", linewidth=0.8))
+    ax.text(x + 0.5, y + 0.5, f"{value:g}", ha="center", va="center", fontsize=8)
+
+
+def _bare(ax: Axes, across: float, down: int) -> None:
+    ax.set(xlim=(-0.1, max(across, 6) + 0.1), ylim=(0.9 - down, 1.6), aspect="equal", anchor="NW")
+    ax.axis("off")
