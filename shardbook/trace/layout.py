@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 # Okabe and Ito's colours, told apart with every common colour blindness, then paler ones of the
 # same hues for the kinds that take less time.
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"]
-COLOURS += ["#8FBFDD", "#F5D08A", "#8ED1BB", "#E8C3D7", "#B5DCF4", "#EFB48A", "#F8F2A8"]
+COLOURS += ["#B9CDD9", "#E3D3B4", "#B5D3C8", "#DFCBD6", "#C9DFEB", "#E0C3B0", "#E6E2BC"]
 MERGED = "#999999"  # slices too short to draw one by one, and kinds past the palette
 POINTS = 2000  # points kept of one counter
 # heights in pixels
@@ -79,7 +79,7 @@ def layout(chrome: dict, most: int = 5000) -> Layout:
             order.get(t.pid, _natural(t.pid)),
             _natural(t.pid),
             bool(t.points),
-            (order.get((t.pid, t.tid), key)),
+            order.get((t.pid, t.tid), key),
             key,
         )
 
@@ -305,33 +305,41 @@ def length(ns: float) -> str:
 
 
 def kind(s: Slice) -> str:
-    """What a slice is coloured by: the type of its module, else its category, else its name."""
+    """What a slice is coloured by: its module's type, its collective, its category, its name."""
+    if s.cat in ("collective", "p2p"):
+        return s.name.split(" ")[0]  # "send to 3" is a send
     return str(s.args.get("type") or s.cat or s.name)
 
 
 def _kinds(tracks: list[Track]) -> list[tuple[str, str]]:
-    """Number the kinds by the time spent in each alone, and give each its colour."""
-    time: dict[str, int] = defaultdict(int)
+    """Number the kinds by the time spent in each alone, and give each its colour.
+
+    What mostly holds other slices (a block, the model) is pale, what works itself is bright.
+    """
+    own, whole = defaultdict(int), defaultdict(int)
     for track in tracks:
         for s in track.slices:
-            time[kind(s)] += s.own
-    ranked = sorted(time, key=lambda k: (-time[k], k))
+            own[kind(s)] += s.own
+            whole[kind(s)] += s.dur
+    ranked = sorted(own, key=lambda k: (-own[k], k))
     number = {k: i for i, k in enumerate(ranked)}
     for track in tracks:
         for s in track.slices:
             s.kind = number[kind(s)]
-    return [(k, COLOURS[i] if i < len(COLOURS) else MERGED) for i, k in enumerate(ranked)]
+    bright, pale = iter(COLOURS[:7]), iter(COLOURS[7:])
+    out = []
+    for k in ranked:
+        colour = next(bright, None) if own[k] * 3 >= whole[k] else next(pale, None)
+        out.append((k, colour or next(pale, None) or MERGED))
+    return out
 
 
 def _label(chrome: dict) -> str:
     """ "paced" or "simulated" if the trace says that its lengths were set, not measured."""
-    said = str((chrome.get("otherData") or {}).get("time", "")) if "otherData" in chrome else ""
+    events = [e for e in chrome["traceEvents"] if isinstance(e, dict)]
+    ranks = {str((e.get("args") or {}).get("name")) for e in events if e.get("ph") == "M"}
     for label in ("simulated", "paced"):
-        if label in said or any(
-            e.get("cat") == label or (isinstance(e.get("args"), dict) and e["args"].get(label))
-            for e in chrome["traceEvents"]
-            if isinstance(e, dict)
-        ):
+        if any(e.get("cat") == label for e in events) or any(f"{label})" in n for n in ranks):
             return label
     return ""
 

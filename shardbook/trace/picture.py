@@ -83,15 +83,15 @@ def png(made: Layout, title: str = "") -> bytes:
             gap = 0.7 if x1 - x0 > 3 else 0  # neighbours of one colour stay two bars
             box(x0, row, x1 - gap, row + ROW - 2, colour)
             if x1 - x0 > 30:
-                words = fits(s.name, x1 - x0 - 6, 9)
+                words = fits(short(s.name), x1 - x0 - 6, 9)
                 text(x0 + 3, row + ROW / 2 - 1, words, "white" if dark(colour) else INK, 9)
         y += track.rows * ROW + GAP
-    if len(made.flows) <= 200:
+    if len(made.flows) <= 80:  # more would hide the bars
         for (a, s, t0), (b, r, t1) in made.flows:
             if id(a) in top and id(b) in top:
                 ends = [(at(t0), top[id(a)] + (s.row + 0.5) * ROW)]
                 ends += [(at(t1), top[id(b)] + (r.row + 0.5) * ROW)]
-                draw.line([(x * SCALE, v * SCALE) for x, v in ends], fill="#444c56", width=1)
+                draw.line([(x * SCALE, v * SCALE) for x, v in ends], fill="#6e7781", width=1)
     if full > high:
         box(0, high - 20, WIDTH, high, "white")
         text(6, high - 10, "… more lanes below: trust the notebook to see them", PALE, 10)
@@ -102,13 +102,23 @@ def png(made: Layout, title: str = "") -> bytes:
 
 
 def _counter(track: Track, at, y: float, height: float, box) -> None:
-    """A counter as steps from a zero line."""
-    high = max((v for points in track.points.values() for _, v in points), default=0) or 1
+    """A counter as steps, from 0 or, where it hardly moves, from its lowest value."""
+    values = [v for points in track.points.values() for _, v in points]
+    high, low = max(values), min(values)
+    low = low if low > high / 2 or low < 0 else 0
+    floor = y + height - 3
     for points in track.points.values():
         for (ts, value), after in zip(points, [*points[1:], None], strict=True):
             end = after[0] if after else ts
-            box(at(ts), y + height - 3 - max(0, value) / high * (height - 6), at(end) + 0.7,
-                y + height - 3, "#8FBFDD")  # fmt: skip
+            level = (value - low) / ((high - low) or 1) * (height - 8)
+            box(at(ts), floor - level, at(end) + 0.7, floor, "#8FBFDD")
+
+
+def short(name: str) -> str:
+    """The end of a dotted name, which says most: wq of layers.0.attn.wq, layers.0 of layers.0."""
+    parts = name.split(" ")[0].split(".")
+    words = [i for i, part in enumerate(parts) if not part[:1].isdigit()]
+    return ".".join(parts[words[-1] :]) if len(parts) > 1 and words else name
 
 
 def ticks(span: float) -> list[int]:

@@ -9,7 +9,7 @@ import base64
 import gzip
 import html as escape
 import json
-from importlib import resources
+from pathlib import Path
 
 from . import picture
 from .layout import AXIS, COUNTER, GAP, HEADER, ROW, Layout, content_height, describe, layout
@@ -43,7 +43,7 @@ def html(chrome: dict, title: str = "", height: int | None = None, most: int = M
     made = layout(chrome, most)
     if height is None:
         height = min(max(content_height(made) + AXIS + BARS, LOWEST), HIGHEST)
-    script = resources.files(__package__).joinpath("viewer.js").read_bytes()
+    script = Path(__file__).with_name("viewer.js").read_bytes()
     page = PAGE % (_pack(script), _pack(_json(pack(made, title))))
     png = base64.b64encode(picture.png(made, title)).decode()
     words = escape.escape(describe(made, title))

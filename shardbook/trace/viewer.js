@@ -199,7 +199,7 @@ function view(data) {
   function name(track, y) { // in the left column, over whatever was drawn below it
     pen.fillStyle = colours.page; pen.fillRect(0, y, NAMES - 2, track.height + GAP);
     pen.fillStyle = colours.pale;
-    pen.fillText(cut(track.name, NAMES - 16), 10, y + Math.min(ROW, track.height) / 2 - 1);
+    pen.fillText(cut(track.name.replace(/ \(\w+\)$/, track.series.length ? '' : '$&'), NAMES - 16), 10, y + Math.min(ROW, track.height) / 2 - 1);
   }
 
   function cut(text, room) {
@@ -210,6 +210,18 @@ function view(data) {
       if (pen.measureText(text.slice(0, mid) + '…').width <= room) low = mid; else high = mid - 1;
     }
     return low ? text.slice(0, low) + '…' : '';
+  }
+
+  function short(text, room) { // of layers.0.attn.wq the end says most: attn.wq, wq
+    if (pen.measureText(text).width <= room) return text;
+    const parts = text.split(' ')[0].split('.');
+    let end = parts[parts.length - 1];
+    for (let i = 1; i < parts.length; i++) {
+      if (/^\d/.test(parts[i])) continue; // a bare "12" says nothing
+      end = parts.slice(i).join('.');
+      if (pen.measureText(end).width <= room) return end;
+    }
+    return /^\d/.test(end) ? '' : cut(end, room);
   }
 
   function paintSlices(track, y) {
@@ -229,11 +241,13 @@ function view(data) {
         if (s.dur === 0) { // an instant
           pen.beginPath(); pen.moveTo(a, top); pen.lineTo(a + 5, top + ROW - 3); pen.lineTo(a - 5, top + ROW - 3); pen.fill();
         } else {
-          pen.fillRect(a, top, Math.max(b - a - (b - a > 4 ? 0.75 : 0), 1), ROW - 2);
+          const w = Math.max(b - a - (b - a > 4 ? 0.75 : 0), 1);
+          pen.fillRect(a, top, w, ROW - 2);
+          if (s.cat === 'backward') { pen.fillStyle = '#0006'; pen.fillRect(a, top + ROW - 5, w, 3); }
         }
         if (b - a > 26) {
           pen.fillStyle = ink[s.kind];
-          pen.fillText(cut(s.name, b - a - 8), a + 4, top + ROW / 2 - 0.5);
+          pen.fillText(short(s.name, b - a - 8), a + 4, top + ROW / 2 - 0.5);
         }
         if (s === picked) {
           pen.globalAlpha = 1; pen.strokeStyle = colours.pick; pen.lineWidth = 2;
@@ -246,12 +260,12 @@ function view(data) {
   }
 
   function paintCounter(track, y) {
-    const floor = y + COUNTER - 3, tall = COUNTER - 8, most = track.most || 1;
+    const floor = y + COUNTER - 3, tall = COUNTER - 8, { low, most } = track, scale = tall / (most - low || 1);
     for (const { ts, value } of track.series) {
       let i = Math.max(0, lower(ts, from) - 1), px = -1;
       pen.beginPath(); pen.moveTo(x(Math.max(ts[i], from)), floor);
       for (; i < ts.length && ts[i] <= to; i++) {
-        const level = floor - Math.max(0, value[i]) / most * tall, after = i + 1 < ts.length ? ts[i + 1] : Math.max(end, ts[i]);
+        const level = floor - (value[i] - low) * scale, after = i + 1 < ts.length ? ts[i + 1] : Math.max(end, ts[i]);
         pen.lineTo(Math.max(x(ts[i]), NAMES - 2), level); px = Math.min(x(after), width);
         pen.lineTo(px, level);
       }
@@ -261,11 +275,12 @@ function view(data) {
     }
     name(track, y);
     pen.fillStyle = colours.pale;
-    pen.fillText(cut('max ' + amount(most, track.name), NAMES - 16), 10, y + 23);
+    pen.fillText(cut(low ? `${amount(low, '')}–${amount(most, track.name)}` : `max ${amount(most, track.name)}`, NAMES - 16), 10, y + 23);
   }
 
   function paintFlows(top) {
     const busy = flows.length > 400 && to - from > end / 3;
+    const seen = flows.filter(f => f.t1 >= from && f.t0 <= to).length, crowd = Math.min(0.85, Math.max(0.25, 30 / seen));
     pen.save();
     pen.beginPath(); pen.rect(NAMES - 2, AXIS, width, height); pen.clip();
     for (const f of flows) {
@@ -276,7 +291,7 @@ function view(data) {
       const y0 = f.a.track.y + (f.a.row + 0.5) * ROW - top - 1, y1 = f.b.track.y + (f.b.row + 0.5) * ROW - top - 1;
       if (Math.max(y0, y1) < AXIS || Math.min(y0, y1) > height) continue;
       pen.strokeStyle = pen.fillStyle = on ? '#D55E00' : colours.flow;
-      pen.lineWidth = on ? 2 : 1; pen.globalAlpha = on || !hits ? 0.85 : 0.2;
+      pen.lineWidth = on ? 2 : 1; pen.globalAlpha = on ? 1 : hits ? 0.2 : crowd;
       const bend = Math.min(60, Math.max(10, Math.abs(x1 - x0) / 2));
       pen.beginPath(); pen.moveTo(x0, y0); pen.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1 - 5, y1); pen.stroke();
       pen.beginPath(); pen.moveTo(x1, y1); pen.lineTo(x1 - 7, y1 - 3.5); pen.lineTo(x1 - 7, y1 + 3.5); pen.fill();
@@ -341,9 +356,8 @@ function view(data) {
   const move = share => { const d = (to - from) * share; show(from + d, to + d); };
 
   function reveal(s) {
-    const pad = (to - from) * 0.1;
     if (folded.delete(s.track.pid)) arrange();
-    if (s.ts + s.dur < from + pad || s.ts > to - pad) { const half = (to - from) / 2; show(s.ts + s.dur / 2 - half, s.ts + s.dur / 2 + half); }
+    if (s.ts + s.dur < from || s.ts > to) { const half = (to - from) / 2; show(s.ts + s.dur / 2 - half, s.ts + s.dur / 2 + half); }
     const y = s.track.y + s.row * ROW;
     if (y < lanes.scrollTop + AXIS) lanes.scrollTop = y - AXIS - HEADER;
     if (y + ROW > lanes.scrollTop + lanes.clientHeight) lanes.scrollTop = y + 2 * ROW - lanes.clientHeight;
@@ -385,7 +399,7 @@ function view(data) {
       if (f.b === s) row('received from', `${names.get(f.a.track.pid)} · ${f.a.name}, sent at ${length(f.t0)}`);
     }
     if (s.cat) row('category', s.cat);
-    for (const [key, value] of Object.entries(data.args[s.at])) row(key, value);
+    for (const [key, value] of Object.entries(data.args[s.at])) if (flat(value) !== '') row(key, value);
     if (details.hidden) { details.hidden = false; grow(details.offsetHeight); }
     details.scrollTop = 0;
   }
@@ -402,7 +416,7 @@ function view(data) {
       make('div', '', s.name, tip);
       make('div', 'pale', [args.type, length(s.dur), s.track.name].filter(Boolean).join(' · '), tip);
       for (const key of ['inputs', 'outputs', 'shape', 'bytes', 'peer']) {
-        if (args[key] !== undefined) make('div', 'pale', `${key} ${String(flat(args[key])).slice(0, 120)}`, tip);
+        if (args[key] !== undefined && args[key] !== '') make('div', 'pale', `${key} ${String(flat(args[key])).slice(0, 120)}`, tip);
       }
     } else {
       const time = ns(event.clientX - canvas.getBoundingClientRect().left);
@@ -572,7 +586,7 @@ function unpack(data) { // columns to objects: slices in rows, each row sorted b
   const slices = [];
   const tracks = data.tracks.map(track => {
     let ts = 0;
-    const made = { ...track, byRow: Array.from({ length: track.rows }, () => []), most: 0 };
+    const made = { ...track, byRow: Array.from({ length: track.rows }, () => []), most: 0, low: 0 };
     made.slices = track.dur.map((dur, i) => {
       ts += track.ts[i];
       const s = { track: made, ts, dur, own: dur + track.own[i], row: track.row[i], kind: track.kind[i], text: track.text[i], cat: data.texts[track.cat[i]], at: track.args[i], name: data.texts[track.text[i]] };
@@ -580,7 +594,11 @@ function unpack(data) { // columns to objects: slices in rows, each row sorted b
       return s;
     });
     for (const s of made.slices) slices.push(s);
-    for (const { value } of track.series) for (const v of value) made.most = Math.max(made.most, v);
+    // a counter is drawn from 0, or from its lowest value where it hardly moves; its label says which
+    const values = track.series.flatMap(series => series.value);
+    made.most = values.reduce((a, b) => Math.max(a, b), 0);
+    made.low = values.reduce((a, b) => Math.min(a, b), values.length ? Infinity : 0);
+    if (made.low > 0 && made.low < made.most / 2) made.low = 0;
     return made;
   });
   const flows = data.flows.map(([t, i, t0, u, j, t1]) => ({ a: tracks[t].slices[i], t0, b: tracks[u].slices[j], t1 }));
@@ -648,7 +666,9 @@ function length(ns, span) { // a time; with a span, as exact as an axis of that 
 }
 
 function amount(value, name) { // bytes where the counter's name says so
-  if (!/mem|byte|alloc/i.test(name)) return value.toLocaleString('en');
+  const unit = /\((\w+)\)$/.exec(name); // "memory (MB)"
+  if (unit) return `${+value.toPrecision(4)} ${unit[1]}`;
+  if (!/mem|byte|alloc/i.test(name)) return `${+value.toPrecision(4)}`;
   const power = Math.min(3, Math.max(0, Math.floor(Math.log2(Math.max(value, 1)) / 10)));
   return `${+(value / 1024 ** power).toPrecision(3)} ${['B', 'KiB', 'MiB', 'GiB'][power]}`;
 }
