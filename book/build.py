@@ -9,7 +9,6 @@ as its source gives it. README.md tells how a source is written.
 """
 
 import argparse
-import ast
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ import jupytext
 import nbformat
 
 from book.extract import Reference, SourceError, check_blank, reference
+from shardbook.checks import exercises_in
 
 LIMITS = {43: (1_000_000, 180), 44: (1_000_000, 180)}  # bytes, seconds
 LIMIT = (600_000, 60)
@@ -305,12 +305,7 @@ def _missing(chapter: Path, references: list[Reference]) -> list[str]:
     path = ROOT / "shardbook" / "checks" / f"{chapter.name[3:]}.py"
     if not path.exists():
         return [f"{path.relative_to(ROOT)} does not exist"]
-    checked = {
-        decorator.args[0].value
-        for node in ast.parse(path.read_text()).body
-        for decorator in getattr(node, "decorator_list", [])
-        if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "check"
-    }
+    checked = set(exercises_in(path))
     names = {r.name for r in references}
     lab = f"book/{chapter.name}/lab.py"
     return [f"{lab} has no exercise {n}" for n in sorted(checked - names)] + [

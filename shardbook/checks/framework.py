@@ -9,14 +9,18 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import numbers
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from .. import lab, progress
 from ..ranks import NotWritten, RankError, run
+from . import CHAPTERS
 
 
 class Wrong(AssertionError):
@@ -34,6 +38,9 @@ class Property:
     name: str
     ok: bool
     detail: str = ""
+
+
+RUNS = "runs"  # the property that fails when the answer raises outside all others
 
 
 @dataclasses.dataclass
@@ -72,12 +79,14 @@ class Report:
         """A property named as a learner reads it, and the hint shown if it is the first to fail."""
         try:
             yield
-        except (NotWritten, NotImplementedError) as error:
-            self.written = False
-            raise _Stop from error
         except _Stop:
             raise
-        except Exception as error:
+        except KeyboardInterrupt:  # the person at the keyboard
+            raise
+        except BaseException as error:  # sys.exit and the like too
+            if _unwritten(error):
+                self.written = False
+                raise _Stop from error
             self.properties.append(Property(name, False, _say(error)))
             self.hint = self.hint or hint
             if self.first_only or _hung(error):
@@ -98,15 +107,38 @@ class Report:
             raise
 
 
-def _hung(error: Exception) -> bool:
+def _hung(error: BaseException) -> bool:
     return getattr(error, "hung", False)
 
 
-def _say(error: Exception) -> str:
-    text = str(error).strip()
-    if isinstance(error, (Wrong, RankError)):
-        return text
-    return f"raised {type(error).__name__}: {text.splitlines()[0] if text else '(no message)'}"
+# What torch raises as NotImplementedError though the answer is written.
+_TORCHS_OWN = ("Could not run 'aten::", "Could not run 'c10d::", "Module [", "The operator '")
+
+
+def _unwritten(error: BaseException) -> bool:
+    """The answer says it is not written, here or on a rank; not an op that a backend lacks."""
+    if lab.unwritten(error):
+        return True
+    causes = getattr(error, "causes", None) if isinstance(error, NotWritten) else None
+    errors = list(causes.values()) if causes else [error]
+    return all(
+        isinstance(e, NotImplementedError) and not _text(e).startswith(_TORCHS_OWN) for e in errors
+    )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception:
+        return ""
+
+
+def _say(error: BaseException) -> str:
+    text = _text(error)
+    if not isinstance(error, (Wrong, RankError)):
+        text = f"raised {type(error).__name__}: {text.splitlines()[0] if text else '(no message)'}"
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= 2000 else f"{text[:2000]} … ({len(text):,} characters)"
 
 
 def check(exercise: str) -> Callable:
@@ -124,8 +156,14 @@ def check(exercise: str) -> Callable:
                 fn(answer, report)
             except _Stop:
                 pass
-            except (NotWritten, NotImplementedError):
-                report.written = False
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                if _unwritten(error):
+                    report.written = False
+                else:  # raised outside a property, while the check prepared one
+                    report.properties.append(Property(RUNS, False, _say(error)))
+                    report.hint = report.hint or "call it yourself on a small input in a cell"
             seconds = time.monotonic() - start
             if not report.written:
                 return Verdict(exercise, "not written", [], "", seconds)
@@ -139,6 +177,9 @@ def check(exercise: str) -> Callable:
         def show(answer: Any) -> None:
             verdict = examine(answer)
             print("\n".join(verdict.lines()))
+            chapter = _CHAPTER.get(fn.__module__.rsplit(".", 1)[-1])
+            if chapter:
+                progress.record_in_notebook(chapter, exercise, verdict.status, answer)
 
         show.examine, show.exercise = examine, exercise
         show.__signature__ = inspect.Signature(
@@ -147,6 +188,9 @@ def check(exercise: str) -> Callable:
         return show
 
     return decorate
+
+
+_CHAPTER = {name: number for number, name in CHAPTERS.items()}
 
 
 def checks_of(module) -> dict[str, Callable]:
@@ -168,8 +212,16 @@ def same(actual: Any, expected: Any, what: str) -> None:
     """Equal, for what is no floating-point tensor."""
     if isinstance(expected, Tensor):
         close(actual, expected, what, tolerance=0.0)
-    else:
-        expect(actual == expected, f"{what} is {actual!r}, expected {expected!r}")
+        return
+    number = (numbers.Number, np.generic)
+    kind = number if isinstance(expected, numbers.Number) else type(expected)
+    expect(isinstance(actual, kind), f"{what} is {_short(actual)}, expected {_short(expected)}")
+    expect(bool(actual == expected), f"{what} is {_short(actual)}, expected {_short(expected)}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}…"
 
 
 def close(actual: Any, expected: Tensor, what: str, tolerance: float = 1e-5) -> None:
