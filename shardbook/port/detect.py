@@ -26,14 +26,21 @@ from .values import (
     is_device_name,
     is_tensor_type_text,
     join,
+    names_npu,
 )
 
 TAKES_DEVICE = {  # torch function -> index of the positional argument that is a device
-    "torch.device": 0, "torch.autocast": 0, "torch.amp.autocast": 0, "torch.amp.GradScaler": 0,
-    "torch.set_default_device": 0, "torch.load": 1, "torch.Generator": 0,
+    "torch.device": 0,
+    "torch.set_default_device": 0, "torch.load": 1,
     "torch.get_device_module": 0, "torch.Stream": 0, "torch.Event": 0,
     "torch.distributed.device_mesh.init_device_mesh": 0, "torch.distributed.init_device_mesh": 0,
     "torch.accelerator.set_device_index": 9, "torch.distributed.device_mesh.DeviceMesh": 0,
+}  # fmt: skip
+AUTOCAST = {
+    "torch.autocast": "cuda-autocast", "torch.amp.autocast": "cuda-autocast",
+    "torch.amp.autocast_mode.autocast": "cuda-autocast", "torch.amp.GradScaler": "cuda-grad-scaler",
+    "torch.amp.grad_scaler.GradScaler": "cuda-grad-scaler",
+    "torch.amp.custom_fwd": "cuda-autocast", "torch.amp.custom_bwd": "cuda-autocast",
 }  # fmt: skip
 STARTS_GROUP = {"init_process_group": 0, "new_group": 2, "new_subgroups": 9}
 SHELLS = {"system", "popen", "run", "call", "check_call", "check_output", "Popen", "getoutput",
@@ -114,9 +121,9 @@ def used(reader, node: ast.expr, path: str, called: bool = False) -> None:
         elif path in ("torch.backends.cuda.is_built", "torch.backends.cudnn.is_available"):
             reader.report(node, "cuda-or-cpu")
     elif path.startswith("torch.ops."):
-        if path.endswith(".load_library"):
-            reader.report(node, "custom-op")
-        elif path.split(".")[2] not in PUBLIC_OPS and len(path.split(".")) >= 4:
+        if path.endswith(".load_library") or (
+            path.split(".")[2] not in PUBLIC_OPS and len(path.split(".")) >= 4
+        ):
             reader.report(node, "custom-op")
     elif path in ("torch.version.cuda",):
         reader.report(node, "cuda-branch")
@@ -263,8 +270,6 @@ def insisted(reader, statement: ast.stmt, test_: ast.expr) -> None:
 
 def test(reader, node: ast.expr) -> None:
     """The test of an if, a while, a conditional expression."""
-    from .values import names_npu
-
     if names_npu(node):
         quietly(reader, node)
         return
@@ -274,6 +279,8 @@ def test(reader, node: ast.expr) -> None:
 def condition(reader, statement: ast.If) -> None:
     """An if statement as a whole: does it insist, or take everything but the CPU for CUDA?"""
     test_ = statement.test
+    if names_npu(test_):
+        return
     negated = isinstance(test_, ast.UnaryOp) and isinstance(test_.op, ast.Not)
     stops = any(isinstance(s, ast.Raise) or is_exit(s) for s in statement.body)
     if negated and stops and asks_cuda(reader, test_) is not None:
@@ -335,7 +342,9 @@ def compares_cuda(reader, node: ast.Compare) -> bool:
         parts = name.split(".")
         if nccl_text and any(is_backend_name(p) for p in parts):
             return True
-        if cuda_text and (parts[-1] == "type" or any(is_device_name(p) or p == "split" for p in parts)):
+        if cuda_text and (
+            parts[-1] == "type" or any(is_device_name(p) or p == "split" for p in parts)
+        ):
             return True
         if cuda_text and any(v.kind == "device" for v in quietly(reader, inner)):
             return True
@@ -412,7 +421,11 @@ def call(reader, node: ast.Call) -> Values:
                     keywords.update(v.data)
         else:
             keywords[k.arg] = values
+    paths = {t.data for t in targets if t.kind == "mod"}
+    own_rule = paths & (AUTOCAST.keys() | {"torch.Generator"})  # they report CUDA themselves
     for name, values in keywords.items():
+        if own_rule:
+            continue
         where = next((k.value for k in node.keywords if k.arg == name), node)
         if name == "device_ids":
             continue
@@ -450,7 +463,9 @@ def mark_prefixes(func: ast.expr) -> None:
 def local_call(reader, node: ast.Call, f, args: list[Values], keywords: dict) -> Values:
     """A call of a function or class of this file."""
     if isinstance(f, ast.ClassDef):
-        init = next((m for m in f.body if isinstance(m, ast.FunctionDef) and m.name == "__init__"), None)
+        init = next(
+            (m for m in f.body if isinstance(m, ast.FunctionDef) and m.name == "__init__"), None
+        )
         names = [a.arg for a in init.args.args[1:]] if init else []
         out = [Value("self", f, node)]
     else:
@@ -526,15 +541,27 @@ def called(reader, node, path: str, args: list[Values], keywords: dict, base) ->
             reader.report(node, "nccl-available")
         elif last in ("get_rank", "get_world_size", "get_node_local_rank"):
             return [Value("int", None, node)]
-    if path in TAKES_DEVICE and len(args) > TAKES_DEVICE[path]:
+    precision = AUTOCAST.get(path)
+    if precision:
+        given = (
+            (args[0] if args else []) + keywords.get("device_type", []) + keywords.get("device", [])
+        )
+        if any(v.kind == "str" and is_cuda_text(v.data) for v in given):
+            reader.report(node, precision)
+    elif path in TAKES_DEVICE and len(args) > TAKES_DEVICE[path]:
         device(reader, arguments[TAKES_DEVICE[path]], args[TAKES_DEVICE[path]])
     if path == "torch.device":
         known = [v for v in (args[0] if args else keywords.get("type", [])) if v.kind == "str"]
         return [Value("device", v.data, v.node) for v in known] or [Value("device", "?", node)]
     if path == "torch.Generator":
-        text = [v for v in (args[0] if args else []) + keywords.get("device", []) if v.kind in ("str", "device")]
+        text = [
+            v
+            for v in (args[0] if args else []) + keywords.get("device", [])
+            if v.kind in ("str", "device")
+        ]
         if any(is_cuda_text(v.data) for v in text):
             reader.report(node, "cuda-generator")
+        return []
     if path == "torch.compile":
         named_backend = [v.data for v in keywords.get("backend", []) if v.kind == "str"]
         if "backend" not in keywords or set(named_backend) & {"inductor", "cudagraphs"}:
@@ -555,9 +582,15 @@ def called(reader, node, path: str, args: list[Values], keywords: dict, base) ->
         reader.report(node, "fork")
     if path in ("torch.classes.load_library",):
         reader.report(node, "custom-op")
-    if path in ("ctypes.CDLL", "ctypes.cdll.LoadLibrary", "ctypes.PyDLL") and args:
-        if any(v.kind == "str" and ("cuda" in v.data or "cudart" in v.data or "nv" in v.data) for v in args[0]):
-            reader.report(node, "custom-op")
+    if (
+        path in ("ctypes.CDLL", "ctypes.cdll.LoadLibrary", "ctypes.PyDLL")
+        and args
+        and any(
+            v.kind == "str" and ("cuda" in v.data or "cudart" in v.data or "nv" in v.data)
+            for v in args[0]
+        )
+    ):
+        reader.report(node, "custom-op")
     if path.endswith("autograd.profiler.profile") and "use_cuda" in keywords:
         reader.report(node, "cuda-profiler")
     if path.startswith(("os.", "subprocess.", "asyncio.")):
@@ -602,7 +635,10 @@ def method(reader, node: ast.Call, func: ast.Attribute, base: Values, args, keyw
     """A method of something that is no module."""
     name = func.attr
     if name == "cuda":
-        own = any(v.kind == "self" and any(getattr(m, "name", "") == "cuda" for m in v.data.body) for v in base)
+        own = any(
+            v.kind == "self" and any(getattr(m, "name", "") == "cuda" for m in v.data.body)
+            for v in base
+        )
         if not own:
             reader.report(node, "cuda-method")
         return [Value("tensor", (v.data[0], "device"), node) for v in base if v.kind == "tensor"]
@@ -639,7 +675,9 @@ def method(reader, node: ast.Call, func: ast.Attribute, base: Values, args, keyw
                     if key.kind == "str":
                         out += v.data.get(key.data, [])
         return out
-    if name in ("table",) and any(v.kind == "str" and "cuda_" in v.data for v in keywords.get("sort_by", [])):
+    if name in ("table",) and any(
+        v.kind == "str" and "cuda_" in v.data for v in keywords.get("sort_by", [])
+    ):
         reader.report(node, "cuda-profiler")
         return []
     if name in MOVERS and (args or keywords):
@@ -648,7 +686,11 @@ def method(reader, node: ast.Call, func: ast.Attribute, base: Values, args, keyw
         for v in args[0]:
             if v.kind == "str" and is_tensor_type_text(v.data):
                 reader.report(v.node, "cuda-tensor-type")
-    if name == "set_start_method" and args and any(v.data == "fork" for v in args[0] if v.kind == "str"):
+    if (
+        name == "set_start_method"
+        and args
+        and any(v.data == "fork" for v in args[0] if v.kind == "str")
+    ):
         reader.report(node, "fork")
     if name == "register_buffer" and len(args) > 1:
         for v in args[1]:

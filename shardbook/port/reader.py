@@ -33,7 +33,8 @@ class Reader:
         self.words = {
             n.attr if isinstance(n, ast.Attribute) else n.value
             for n in ast.walk(tree)
-            if isinstance(n, ast.Attribute) or (isinstance(n, ast.Constant) and isinstance(n.value, str))
+            if isinstance(n, ast.Attribute)
+            or (isinstance(n, ast.Constant) and isinstance(n.value, str))
         }
         self.optional: set[str] = set()  # libraries imported where a failure is caught
         self.chain: list[ast.AST] = []  # the calls around the expression being read
@@ -106,7 +107,9 @@ class Reader:
     def defaults(self, s) -> None:
         args = s.args
         positional = args.posonlyargs + args.args
-        pairs = list(zip(positional[len(positional) - len(args.defaults) :], args.defaults, strict=True))
+        pairs = list(
+            zip(positional[len(positional) - len(args.defaults) :], args.defaults, strict=True)
+        )
         pairs += [(a, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True) if d]
         for arg, default in pairs:
             detect.named(self, arg.arg, self.eval(default))
@@ -198,7 +201,9 @@ class Reader:
             parts = source.elts if isinstance(source, (ast.Tuple, ast.List)) else []
             for i, element in enumerate(target.elts):
                 known = len(parts) == len(target.elts)
-                self.assign(element, self.eval(parts[i]) if known else [], parts[i] if known else None)
+                self.assign(
+                    element, self.eval(parts[i]) if known else [], parts[i] if known else None
+                )
         elif isinstance(target, ast.Starred):
             self.assign(target.value, [])
         elif isinstance(target, ast.Subscript):
@@ -468,7 +473,9 @@ def asks_npu(test: ast.expr) -> tuple[int, bool]:
         return npu, not negated
     if not names_npu(test):
         return 0, False
-    negated = isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.NotEq, ast.NotIn, ast.IsNot))
+    negated = isinstance(test, ast.Compare) and isinstance(
+        test.ops[0], (ast.NotEq, ast.NotIn, ast.IsNot)
+    )
     return 1, negated
 
 
@@ -477,17 +484,25 @@ def asks_available(test: ast.expr) -> bool:
     for part in ast.walk(test):
         name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
         low = str(name).lower()
-        if ("available" in low or low.startswith(("has_", "have_")) or low.endswith("_installed")) and (
-            low != "is_available"
-        ):
+        if (
+            "available" in low or low.startswith(("has_", "have_")) or low.endswith("_installed")
+        ) and (low != "is_available"):
             return True
     return False
 
 
 def catches_import(handler: ast.ExceptHandler) -> bool:
     """Whether an except clause catches a failing import and goes on."""
-    names = {n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)} if handler.type else set()
-    wide = not names or names & {"ImportError", "ModuleNotFoundError", "Exception", "BaseException", "OSError"}
+    names = (
+        {n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)} if handler.type else set()
+    )
+    wide = not names or names & {
+        "ImportError",
+        "ModuleNotFoundError",
+        "Exception",
+        "BaseException",
+        "OSError",
+    }
     return bool(wide) and not any(isinstance(s, ast.Raise) for s in handler.body)
 
 

@@ -49,7 +49,7 @@ _TABLE = [
      "`torch.accelerator.device_count()`, and the launcher's WORLD_SIZE for the world",
      "facebookresearch/DiT"),
     ("bare-int-device", "breaks", "an integer stands for a device",
-     "an integer means a CUDA device in much code and torch versions",
+     "it means the current accelerator in recent torch only, CUDA before and in other libraries",
      "`torch.device(type, index)`", "Ascend/pytorch#16, speculators#775"),
     ("cuda-tensor-type", "breaks", "a CUDA tensor type or legacy constructor",
      "these types exist for CUDA only", "`torch.empty(…, dtype=…, device=device)`",
@@ -148,9 +148,8 @@ RULES: dict[str, Rule] = {row[0]: Rule(*row) for row in _TABLE}
 SILENT = {
     "manual_seed", "manual_seed_all", "seed", "seed_all", "empty_cache", "max_memory_allocated",
     "memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats",
-    "reset_peak_memory_stats", "reset_max_memory_allocated", "ipc_collect", "is_initialized",
-    "set_sync_debug_mode", "memory_snapshot", "max_memory_cached", "memory_cached",
-    "is_bf16_supported", "reset_max_memory_cached",
+    "is_initialized", "max_memory_cached", "memory_cached", "is_bf16_supported",
+    "get_rng_state_all",
 }  # fmt: skip
 GRAPHS = {"CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle",
           "is_current_stream_capturing", "graphs"}  # fmt: skip

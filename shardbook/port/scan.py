@@ -12,7 +12,7 @@ from .rules import RULES
 
 # A file that mentions none of these can hold nothing the rules know: most files of a project.
 WORTH_READING = re.compile(
-    r"cuda|nccl|nvidia|nvtx|flash_attn|apex|xformers|triton|float64|double|complex|polar|linspace"
+    r"cud|nccl|nvidia|nvtx|flash_attn|apex|xformers|triton|float64|double|complex|polar|linspace"
     r"|torch\.ops|compile|load_library|Conv3d|conv3d|\.to\(|fork|float8|bitsandbytes|pynvml|from_numpy"
     r"|fft|sdp|ReduceOp|transformer_engine|cupy|device|tensorrt|flashinfer|GPUtil|nvcc|_ssm|natten",
     re.IGNORECASE,
@@ -81,14 +81,16 @@ def python_files(paths: list[Path]) -> Iterator[Path]:
         if path.is_dir():
             for found in sorted(path.rglob("*.py")):
                 parts = found.relative_to(path).parts
-                if not any(p.startswith(".") or p in ("site-packages", "node_modules") for p in parts):
+                if not any(
+                    p.startswith(".") or p in ("site-packages", "node_modules") for p in parts
+                ):
                     yield found
         else:
             yield path
 
 
 def scan(paths: list[str | Path]) -> list[Finding]:
-    """The findings of files and folders, by file and line. FileNotFoundError names a missing path."""
+    """The findings of files and folders, by file and line; FileNotFoundError for a missing one."""
     todo = [Path(p) for p in paths]
     for path in todo:
         if not path.exists():

@@ -79,7 +79,8 @@ def creates(reader, node, path: str, args: list[Values], keywords: dict) -> Valu
     if path == "torch.from_numpy":
         arrays = [v.data for v in given if v.kind == "array"]
         unknown = not arrays or "?" in arrays
-        return [Value("tensor", ("maybe" if unknown else "f64", "host"), node)]
+        kind = "maybe" if unknown else "f64" if "f64" in arrays else "?"
+        return [Value("tensor", (kind, "host"), node)]
     if dtype in ("f64", "complex"):
         places = {v.data[1] for v in given if v.kind == "tensor"}
         if places != {"host"}:
@@ -105,7 +106,9 @@ def combined(values: Values, node: ast.AST) -> Values:
     return [Value("tensor", (dtype, place), node)]
 
 
-def tensor_method(reader, node: ast.Call, func: ast.Attribute, base: Values, args, keywords) -> Values:
+def tensor_method(
+    reader, node: ast.Call, func: ast.Attribute, base: Values, args, keywords
+) -> Values:
     """A method of a tensor, an array, a module or something unknown."""
     name = func.attr
     if name == "astype":
@@ -116,6 +119,8 @@ def tensor_method(reader, node: ast.Call, func: ast.Attribute, base: Values, arg
         everything = [*args, keywords.get("dtype", [])]
         dtype = next((d for d in map(dtype_of, everything) if d), None)
     known = [v for v in base if v.kind in ("tensor", "array")]
+    if name == "cpu" and not known:
+        return [Value("tensor", ("?", "host"), node)]
     if dtype in ("f64", "complex"):
         rule = "float64" if dtype == "f64" else "complex"
         host = known and all(v.kind == "array" or v.data[1] == "host" for v in known)

@@ -69,9 +69,11 @@ def is_device_name(name: str) -> bool:
     parts = name.lower().strip("-").replace("-", "_").split("_")
     if name.lower().strip("-") in INT_NAMES or name.lower().endswith(("_ids", "devices", "name")):
         return False
-    return any(p in DEVICE_WORDS for p in parts) or name.lower().replace("-", "_").strip(
-        "_"
-    ) in ("map_location", "device_type", "devicetype")
+    return any(p in DEVICE_WORDS for p in parts) or name.lower().replace("-", "_").strip("_") in (
+        "map_location",
+        "device_type",
+        "devicetype",
+    )
 
 
 def is_backend_name(name: str) -> bool:

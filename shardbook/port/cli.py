@@ -1,0 +1,117 @@
+"""`python -m shardbook port PATH…`: what in these files will not run, or differs, on an NPU."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from . import fix
+from .rules import RULES, SEVERITIES
+from .scan import Finding, python_files, scan
+
+EPILOG = """severities:
+  breaks  stops with an error on an NPU
+  wrong   runs, but differs silently (another device, no seed, a lost branch)
+  slow    runs where a faster way exists
+  style   has no effect on an NPU
+exit code: 0 nothing found, 1 something found, 2 a path that can't be used"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shardbook port",
+        description="Read Python source without running it; list what an NPU will not do.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="a Python file or a folder")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of findings")
+    parser.add_argument("--severity", choices=SEVERITIES, help="list this severity and worse")
+    parser.add_argument("--fix", action="store_true", help="show the safe rewrites as a diff")
+    parser.add_argument("--write", action="store_true", help="with --fix: also make them")
+    args = parser.parse_args(argv)
+    if args.write and not args.fix:
+        parser.error("--write goes with --fix: see the diff first")
+    try:
+        if args.fix:
+            return rewrite(args.paths, args.write)
+        findings = scan(args.paths)
+    except OSError as error:
+        print(f"port: {error}", file=sys.stderr)
+        return 2
+    if args.severity:
+        worst = SEVERITIES[: SEVERITIES.index(args.severity) + 1]
+        findings = [f for f in findings if f.severity in worst]
+    print(json.dumps([as_dict(f) for f in findings], indent=1) if args.json else text(findings))
+    return 1 if findings else 0
+
+
+def as_dict(finding: Finding) -> dict:
+    """A finding with its rule's words, as --json prints it."""
+    rule = RULES[finding.rule]
+    words = {k: getattr(rule, k) for k in ("severity", "what", "why", "instead", "reference")}
+    return dataclasses.asdict(finding) | words
+
+
+def text(findings: list[Finding]) -> str:
+    """The findings as people read them, file by file, and a summary a file."""
+    if not findings:
+        return "Nothing found that an NPU would refuse, as far as these files show."
+    lines: list[str] = []
+    explained: set[str] = set()
+    for file, mine in by_file(findings).items():
+        lines.append(file)
+        for f in mine:
+            rule = RULES[f.rule]
+            lines.append(f"  {f.line}:{f.column}  {rule.severity:6} {rule.id}: {f.code[:90]}")
+            if rule.id not in explained:  # said once, at its first place
+                explained.add(rule.id)
+                lines.append(f"      what     {rule.what}")
+                lines.append(f"      why      {rule.why}")
+                lines.append(f"      instead  {rule.instead}")
+                lines.append(f"      see      {rule.reference}")
+    lines += ["", "summary"]
+    for file, mine in by_file(findings).items():
+        lines.append(f"  {counts(mine)}  {file}")
+    lines.append(f"  {counts(findings)}  in all, {len(by_file(findings))} files")
+    return "\n".join(lines)
+
+
+def by_file(findings: list[Finding]) -> dict[str, list[Finding]]:
+    """The findings of each file, in order."""
+    files: dict[str, list[Finding]] = {}
+    for f in findings:
+        files.setdefault(f.file, []).append(f)
+    return files
+
+
+def counts(findings: list[Finding]) -> str:
+    """`3 breaks, 1 wrong`."""
+    number = Counter(f.severity for f in findings)
+    return ", ".join(f"{number[s]} {s}" for s in SEVERITIES if number[s])
+
+
+def rewrite(paths: list[str], write: bool) -> int:
+    """Show the safe rewrites of every file; make them if asked."""
+    changed = 0
+    for path in [Path(p) for p in paths]:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist: give a Python file or a folder")
+    for path in python_files([Path(p) for p in paths]):
+        try:
+            source = path.read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            print(f"# {path} left alone: {error}", file=sys.stderr)
+            continue
+        shown = fix.diff(source, str(path))
+        if shown:
+            changed += 1
+            print(shown, end="")
+            if write:
+                path.write_bytes(fix.fixed(source)[0].encode("utf-8"))
+    verb = "rewritten" if write else "would change; add --write to make the changes"
+    print(f"# {changed} files {verb}", file=sys.stderr)
+    return 1 if changed and not write else 0

@@ -1,0 +1,104 @@
+"""The rewrites that are always safe: the same on CUDA and on the CPU, right on an NPU.
+
+libcst keeps every comment and blank line of the file. A call is rewritten only where its name is
+known to be torch's (through any alias) and its arguments mean the same in the new function.
+"""
+
+import difflib
+
+import libcst as cst
+from libcst.codemod import CodemodContext
+from libcst.codemod.visitors import AddImportsVisitor
+from libcst.metadata import MetadataWrapper, QualifiedNameProvider
+
+SAFE = {  # function -> (its device-independent twin, how many positional arguments it may have)
+    "torch.cuda.synchronize": ("synchronize", 1),
+    "torch.cuda.device_count": ("device_count", 0),
+    "torch.cuda.current_device": ("current_device_index", 0),
+    "torch.cuda.set_device": ("set_device_index", 1),
+}
+CHOICE = "({torch}.accelerator.current_accelerator(check_available=True) or {torch}.device('cpu'))"
+
+
+class _Rewriter(cst.CSTTransformer):
+    METADATA_DEPENDENCIES = (QualifiedNameProvider,)
+
+    def __init__(self, torch_name: str | None):
+        super().__init__()
+        self.torch, self.count = torch_name or "torch", 0
+
+    def path(self, node: cst.CSTNode) -> str | None:
+        names = self.get_metadata(QualifiedNameProvider, node, None) or ()
+        return next(iter(names)).name if len(names) == 1 else None
+
+    def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        path = self.path(original.func)
+        if path in SAFE:
+            name, most = SAFE[path]
+            plain = all(not a.star and a.keyword is None for a in original.args)
+            if plain and len(original.args) <= most:
+                self.count += 1
+                func = cst.parse_expression(f"{self.torch}.accelerator.{name}")
+                return updated.with_changes(func=func)
+        if (
+            path == "torch.device"
+            and len(original.args) == 1
+            and self.chooses(original.args[0].value)
+        ):
+            self.count += 1
+            return cst.parse_expression(CHOICE.format(torch=self.torch))
+        return updated
+
+    def chooses(self, node: cst.BaseExpression) -> bool:
+        """`"cuda" if torch.cuda.is_available() else "cpu"`, nothing more."""
+        if not isinstance(node, cst.IfExp) or not isinstance(node.test, cst.Call):
+            return False
+        if self.path(node.test.func) != "torch.cuda.is_available":
+            return False
+        texts = [
+            side.evaluated_value if isinstance(side, cst.SimpleString) else None
+            for side in (node.body, node.orelse)
+        ]
+        return texts == ["cuda", "cpu"]
+
+
+def _torch_name(module: cst.Module) -> str | None:
+    """What `import torch` is called at the top of the file."""
+    for statement in module.body:
+        if not isinstance(statement, cst.SimpleStatementLine):
+            continue
+        for part in statement.body:
+            if isinstance(part, cst.Import):
+                for alias in part.names:
+                    if alias.evaluated_name == "torch":
+                        return alias.evaluated_alias or "torch"
+    return None
+
+
+def fixed(source: str) -> tuple[str, int]:
+    """The source with the safe rewrites made, and how many; unreadable source is left alone."""
+    if "cuda" not in source:
+        return source, 0
+    try:
+        module = cst.parse_module(source)
+    except (cst.ParserSyntaxError, RecursionError):
+        return source, 0
+    name = _torch_name(module)
+    rewriter = _Rewriter(name)
+    module = MetadataWrapper(module).visit(rewriter)
+    if rewriter.count and name is None:
+        context = CodemodContext()
+        AddImportsVisitor.add_needed_import(context, "torch")
+        module = AddImportsVisitor(context).transform_module(module)
+    return module.code, rewriter.count
+
+
+def diff(source: str, file: str) -> str:
+    """The safe rewrites of a file as a unified diff, empty where there are none."""
+    new, count = fixed(source)
+    if not count:
+        return ""
+    lines = difflib.unified_diff(
+        source.splitlines(keepends=True), new.splitlines(keepends=True), file, file + " (fixed)"
+    )
+    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)
