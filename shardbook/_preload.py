@@ -3,10 +3,9 @@
 import cloudpickle
 import torch.distributed
 import torch.distributed._functional_collectives
-import torch.distributed.elastic.multiprocessing
 import torch.distributed.nn.functional
 
-from . import calls, device, ranks
+from . import calls, device, ranks, worker
 
 calls.install()
-__all__ = ["calls", "cloudpickle", "device", "ranks", "torch"]
+__all__ = ["calls", "cloudpickle", "device", "ranks", "torch", "worker"]

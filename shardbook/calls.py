@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # defines the _c10d_functional ops
-from torch.utils import _pytree as pytree
 
 OPS = {  # op of the dispatcher -> the name people use
     "allreduce_": "all_reduce",
@@ -61,13 +60,18 @@ class Call:
     peer: int | None  # global rank: the other end of send and recv, the root of a rooted collective
     start_ns: int  # time.monotonic_ns() on entering
     end_ns: int | None = None  # when the op returned, or when its work was waited for
-    where: str = ""  # "file:line" of the caller outside torch and this package
+    where: str = ""  # "file:line" of the caller outside torch and this module
+    group_name: str = ""  # tells two groups of the same ranks apart
+    tag: int = 0  # of send and recv
+    is_async: bool = False  # a work was handed out, not waited for inside the call itself
 
 
 Listener = Callable[[Call], None]
 _listeners: list[Listener] = []
+watch: Callable[[str, Call], None] | None = None
+"""Set in ranks: told "enter" on every call, "wait" when this rank blocks on it, "done" after."""
 _inside = threading.local()
-_open: dict[int, tuple[object, Call]] = {}  # id of a Work -> (the Work, its call)
+_open: dict[int, tuple] = {}  # id of a Work -> (the Work, its call, addresses of its tensors)
 _AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 _libraries: list[torch.library.Library] = []
 
@@ -82,26 +86,34 @@ def install() -> None:
         if hasattr(torch.ops.c10d, name):
             op = getattr(torch.ops.c10d, name).default
             library.impl(name, _kernel(op, name), "BackendSelect", with_keyset=True)
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    _libraries.append(library)
+    library.impl("wait_tensor", _wait_tensor, "BackendSelect", with_keyset=True)
     wait = dist.Work.wait
 
     def timed_wait(self, *args, **kwargs):
-        try:
+        known = _open.get(id(self))
+        if known is None:
             return wait(self, *args, **kwargs)
-        finally:
-            known = _open.pop(id(self), None)
-            if known:
-                known[1].end_ns = time.monotonic_ns()
+        if sys._getframe(1).f_globals.get("__name__") == dist.distributed_c10d.__name__:
+            known[1].is_async = False  # dist.all_reduce(x) and the like wait at once
+        with _waiting(known):
+            return wait(self, *args, **kwargs)
 
     dist.Work.wait = timed_wait
 
 
 def _kernel(op, name: str):
     def kernel(keyset, *args, **kwargs):
-        if not _listeners or getattr(_inside, "depth", 0):
+        if (not _listeners and watch is None) or getattr(_inside, "depth", 0):
             return op.redispatch(keyset & _AFTER, *args, **kwargs)
-        call = _describe(name, args)
+        _close_finished()
+        call, addresses = _describe(name, args)
         for listener in list(_listeners):
             listener(call)
+        if watch is not None:
+            watch("enter", call)
+        call.start_ns = time.monotonic_ns()
         _inside.depth = 1
         try:
             result = op.redispatch(keyset & _AFTER, *args, **kwargs)
@@ -111,30 +123,74 @@ def _kernel(op, name: str):
         work = result[-1] if isinstance(result, tuple) else result
         if isinstance(work, torch.ScriptObject):
             work = dist.Work.unbox(work)
-            _open[id(work)] = (work, call)
+            call.is_async = True
+            _open[id(work)] = (work, call, addresses)
         return result
 
     return kernel
 
 
-def _describe(name: str, args: tuple) -> Call:
-    groups, tensors, sides = None, [], []
-    numbers = []
+def _wait_tensor(keyset, tensor):
+    op = torch.ops._c10d_functional.wait_tensor.default
+    known = None
+    if _open:
+        address = tensor.data_ptr()
+        known = next((k for k in reversed(_open.values()) if address in k[2]), None)
+    if known is None:
+        return op.redispatch(keyset & _AFTER, tensor)
+    with _waiting(known):
+        return op.redispatch(keyset & _AFTER, tensor)
+
+
+@contextlib.contextmanager
+def _waiting(known: tuple) -> Iterator[None]:
+    work, call, _ = known
+    if watch is not None:
+        watch("wait", call)
+    try:
+        yield
+    finally:
+        call.end_ns = time.monotonic_ns()
+        _open.pop(id(work), None)
+        if watch is not None:
+            watch("done", call)
+
+
+def _close_finished() -> None:
+    # Works that C++ waits for (DDP) or nobody does must not keep their tensors alive.
+    for key, (work, call, _) in list(_open.items()):
+        if work.is_completed():
+            del _open[key]
+            if watch is not None:
+                watch("done", call)
+
+
+def _tensors(arg) -> Iterator[torch.Tensor]:
+    if isinstance(arg, torch.Tensor):
+        yield arg
+    elif isinstance(arg, (list, tuple)):
+        for item in arg:
+            yield from _tensors(item)
+
+
+def _describe(name: str, args: tuple) -> tuple[Call, set[int]]:
+    group, ranks, tensors, sides, numbers = None, (), [], [], []
     for arg in args:
-        if isinstance(arg, torch.ScriptObject) and groups is None:
-            with contextlib.suppress(Exception):
-                groups = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
-            continue
-        leaves = [x for x in pytree.tree_leaves(arg) if isinstance(x, torch.Tensor)]
-        if leaves:
-            sides.append(sum(x.nbytes for x in leaves))
-            tensors += leaves
+        if isinstance(arg, torch.ScriptObject):
+            if group is None:  # a second one is the ReduceOp
+                group = dist.ProcessGroup.unbox(arg)
+                ranks = tuple(dist.get_process_group_ranks(group))
         elif isinstance(arg, int) and not isinstance(arg, bool):
             numbers.append(arg)
+        elif found := list(_tensors(arg)):
+            sides.append(sum(x.nbytes for x in found))
+            tensors += found
     op = OPS[name]
-    peer = None
-    if op in ROOTED and numbers and groups and name != "recv_any_source_":
-        peer = groups[numbers[0]]  # the dispatcher's ranks are ranks of the group
+    peer, tag = None, 0
+    if op in ROOTED and numbers and ranks and name != "recv_any_source_":
+        peer = ranks[numbers[0]]  # the dispatcher's ranks are ranks of the group
+    if op in ("send", "recv") and numbers:
+        tag = numbers[-1]
     if op == "all_to_all" and len(sides) > 1:
         nbytes = sides[1]  # (output, input, …)
     elif op == "barrier":
@@ -142,18 +198,21 @@ def _describe(name: str, args: tuple) -> Call:
     else:
         nbytes = max(sides, default=0)
     first = tensors[0] if tensors else None
-    if op == "all_to_all" and len(tensors) > 1 and name == "alltoall_base_":
+    if name == "alltoall_base_":
         first = tensors[1]
-    return Call(
+    call = Call(
         op=op,
         nbytes=nbytes,
         shape=tuple(first.shape) if first is not None else (),
         dtype=first.dtype if first is not None else torch.float32,
-        group=groups or (),
+        group=ranks,
         peer=peer,
         start_ns=time.monotonic_ns(),
         where=_caller(),
+        group_name=group.group_name if group is not None else "",
+        tag=tag,
     )
+    return call, {x.data_ptr() for x in tensors if x.numel()}
 
 
 def _caller() -> str:

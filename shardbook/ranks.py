@@ -1,31 +1,60 @@
-"""Run a function on N real ranks from a notebook cell: torchrun's launcher, a warm fork server."""
+"""Run a function on N real ranks from a notebook cell, with a warm fork server.
 
+Ranks are started by torch.multiprocessing, the layer under torchrun's launcher, and see the
+environment torchrun gives. The launcher itself is left out: its rendezvous takes four times as long
+as the ranks, its signal handlers stay in the kernel, and it can't end a run for a reason of ours.
+"""
+
+import contextlib
 import dataclasses
+import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import shutil
+import signal
+import socket
+import sys
 import tempfile
-from collections.abc import Callable
+import time
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import cloudpickle
 import torch.distributed as dist
+import torch.multiprocessing
 
-from .calls import install
-from .device import backend
+from . import diagnose, output, worker
+from .device import too_few
+
+_START_LIMIT = 120  # seconds until the first rank runs: the fork server imports torch once
+_SETTLE = 0.3  # seconds without news before ranks that can't go on count as hung
+_GRACE = 3.0  # seconds for the other ranks to end after one has failed
 
 
 class RankError(RuntimeError):
-    """A run failed. `.causes` maps rank -> the exception of that rank, where there is one."""
+    """A run failed. `.causes` maps rank -> the exception of that rank, where there is one.
 
-    causes: dict[int, BaseException]
+    `.hung` is True if the ranks waited for each other or the time ran out; `.output` is what each
+    rank had printed.
+    """
+
+    def __init__(self, message: str, causes: dict | None = None, hung: bool = False):
+        super().__init__(message)
+        self.causes: dict[int, BaseException] = causes or {}
+        self.hung = hung
+        self.output: list[str] = []
+
+    def _render_traceback_(self) -> list[str]:
+        # IPython: the message says it all; the notebook's own frames would hide it.
+        return [f"{type(self).__name__}: {self}"]
 
 
 class NotWritten(RankError, NotImplementedError):
     """Every rank that failed met an exercise that is not written yet."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Result:
     """What a run left: `values` and `output` by rank, and the `trace` of all ranks if asked for."""
 
@@ -33,56 +62,304 @@ class Result:
     output: list[str]
     trace: Any = None
 
+    def __repr__(self) -> str:
+        return f"<Result of {len(self.values)} ranks: .values, .output, .trace>"
+
 
 def run(
-    fn: Callable, *args, world_size: int = 4, timeout: float = 60, trace: bool = False, **kwargs
+    fn: Callable,
+    *args,
+    world_size: int = 4,
+    timeout: float = 60,
+    trace: bool = False,
+    echo: bool = True,
+    **kwargs,
 ) -> Result:
-    """Run ``fn(*args, **kwargs)`` on every one of `world_size` ranks."""
-    import multiprocessing
+    """Run ``fn(*args, **kwargs)`` on every one of `world_size` ranks, torch.distributed ready.
 
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    `fn` may be defined in a cell. What the ranks print is shown when they are done, identical lines
+    once (`echo=False` keeps it in the result only). Under torchrun `fn` runs in place, as the rank
+    torchrun made of this process.
 
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["shardbook._preload"])
-    folder = tempfile.mkdtemp(prefix="shardbook-")
-    with open(f"{folder}/call", "wb") as f:
-        f.write(cloudpickle.dumps((fn, args, kwargs)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=os.path.basename(folder),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        start_method="forkserver",
-        monitor_interval=0.05,
-    )
+    Raises RankError for ranks that fail, hang or don't end within `timeout` seconds, NotWritten if
+    all they met is an unwritten exercise, and ValueError for arguments that can't work.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size is {world_size!r}: it must be a whole number, at least 1")
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(f"timeout is {timeout!r}: it must be a number of seconds above 0")
+    if not callable(fn):
+        raise ValueError(f"the first argument is {fn!r}: it must be a function, not its result")
+    if worker.in_rank:
+        raise RuntimeError(
+            "sb.run was called inside a rank: ranks can't start ranks, call the function instead"
+        )
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _run_in_place(fn, args, kwargs, timeout, trace)
+    _say_once(too_few(world_size))
     try:
-        outcomes = elastic_launch(config, _entry)(folder)
-        outcomes = [pickle.loads(outcomes[r]) for r in range(world_size)]
+        call = worker.dumps((fn, args, kwargs))
+    except Exception as error:
+        raise ValueError(
+            f"{getattr(fn, '__name__', fn)!s} or one of its arguments can't be sent to the ranks "
+            f"({type(error).__name__}: {error}); make it inside the function instead"
+        ) from error
+    folder = tempfile.mkdtemp(prefix="shardbook-")
+    try:
+        with _store() as store:
+            job = {
+                "call": call,
+                "environ": dict(os.environ) | _defaults(),
+                "world_size": world_size,
+                "port": store.port,
+                "run_id": os.path.basename(folder),
+                "timeout": timeout,
+                "trace": trace,
+            }
+            with open(f"{folder}/job", "wb") as f:
+                pickle.dump(job, f)
+            with _started(world_size, folder) as processes:
+                tail = output.Tail(f"{folder}/output-0") if echo else None
+                error = _watch(processes, folder, timeout, tail)
+        outputs = [output.read(f"{folder}/output-{r}") for r in range(world_size)]
+        values, recorded, failure = _outcomes(folder, world_size, error)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    causes = {r: v for r, (ok, v) in enumerate(outcomes) if not ok}
-    if causes:
-        unwritten = all(isinstance(e, NotImplementedError) for e in causes.values())
-        rank, first = min(causes.items())
-        error = (NotWritten if unwritten else RankError)(f"rank {rank}: {first!r}")
-        error.causes = causes
-        raise error
-    return Result([v for _, v in outcomes], [""] * world_size)
+    if tail is not None and (text := output.fold(tail.rest(outputs))):
+        print(text, flush=True)
+    if failure is not None:
+        failure.output = outputs
+        raise failure from None
+    return Result(values, outputs, _merge(recorded) if trace else None)
 
 
-def _entry(folder: str) -> bytes:
-    import torch
+def _merge(recorded: list) -> Any:
+    from .trace.merge import merge
 
-    torch.set_num_threads(1)
-    install()
-    with open(f"{folder}/call", "rb") as f:
-        fn, args, kwargs = cloudpickle.loads(f.read())
-    dist.init_process_group(backend())
+    return merge(recorded)
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text and text not in _said:
+        _said.add(text)
+        print(text)
+
+
+def _defaults() -> dict[str, str]:
+    """Environment of the ranks, unless the user has set it."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    wanted = {
+        "GLOO_SOCKET_IFNAME": loopback,  # works without a network, and behind a VPN
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    return {k: v for k, v in wanted.items() if k not in os.environ}
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[dist.TCPStore]:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))  # nobody but this host
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    yield dist.TCPStore(
+        "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+@contextlib.contextmanager
+def _started(world_size: int, folder: str) -> Iterator[list]:
+    """The ranks' processes; whatever happens, none is left when the block ends."""
+    before = set(multiprocessing.active_children())
+    context = None
     try:
-        return cloudpickle.dumps((True, fn(*args, **kwargs)))
-    except BaseException as error:
-        return cloudpickle.dumps((False, error))
+        method = "spawn"
+        if "forkserver" in multiprocessing.get_all_start_methods():
+            method = "forkserver"
+            forkserver = multiprocessing.get_context(method)
+            forkserver.set_forkserver_preload(["shardbook._preload"])
+        with _no_main():
+            context = torch.multiprocessing.start_processes(
+                worker.main, (folder,), nprocs=world_size, join=False, start_method=method
+            )
+        yield context.processes
     finally:
-        dist.destroy_process_group()
+        mine = context.processes if context else set(multiprocessing.active_children()) - before
+        for process in mine:
+            process.kill()
+        for process in mine:
+            process.join(10)
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    # A child imports the parent's main file again, which would run a script that has no
+    # `if __name__ == "__main__"`. What it needs of it cloudpickle has sent by value already.
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if "TORCH_CPP_LOG_LEVEL" not in os.environ else {}
+    os.environ.update(quiet)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        for name in quiet:
+            del os.environ[name]
+
+
+def _watch(processes: list, folder: str, timeout: float, tail) -> RankError | None:
+    """Follow the ranks until all are done (None), or something is wrong with all of them.
+
+    What is wrong with one alone is in its outcome, and found by `_outcomes`.
+    """
+    ranks = [diagnose.Rank(r, folder) for r in range(len(processes))]
+    ledger = diagnose.Ledger(len(ranks))
+    start = news = time.monotonic()
+    started = failed = None
+    pause = 0.002
+    while True:
+        multiprocessing.connection.wait(
+            [p.sentinel for p, r in zip(processes, ranks, strict=True) if r.died is None], pause
+        ) if any(r.died is None for r in ranks) else time.sleep(pause)
+        pause = min(0.05, pause * 1.1)
+        dead = [
+            r for r, p in zip(ranks, processes, strict=True) if r.died is None and not p.is_alive()
+        ]
+        now = time.monotonic()
+        if any([r.read(ledger) for r in ranks]):
+            news = now
+        for r in dead:
+            r.died = _death(processes[r.rank].exitcode)
+        if tail is not None:
+            tail.poll()
+        started = started or (now if any(r.started for r in ranks) else None)
+        if ledger.bad:
+            time.sleep(0.15)  # let the others come to it too
+            for r in ranks:
+                r.read(ledger)
+            return RankError(ledger.mismatch(), hung=False)
+        ok = [r.finished and _ok(folder, r.rank) for r in ranks]
+        if all(ok):
+            text = ledger.skipped()
+            return RankError(text) if text else None
+        flooded = [r.rank for r in ranks if _size(folder, r.rank) > output.MOST_BYTES]
+        if flooded:
+            limit = f"{output.MOST_BYTES // 2**20} MB"
+            return RankError(f"{output.ranks_text(flooded)} printed more than {limit}: ended")
+        stuck = [r.gone or _stuck(r, ledger) for r in ranks]
+        settled = all(stuck) and now - news > _SETTLE and not any(r.threads for r in ranks)
+        if all(r.gone for r in ranks):
+            settled = True
+        if any(r.gone and not fine for r, fine in zip(ranks, ok, strict=True)):
+            failed = failed or now
+            if settled or now - failed > _GRACE:
+                return _ended(ranks, ledger, ok)
+        elif settled:
+            return RankError(diagnose.hang(ranks, ledger, {}, ""), hung=True)
+        if started is None and now - start > _START_LIMIT:
+            return RankError(f"no rank has started within {_START_LIMIT} s", hung=True)
+        if started is not None and now - started > timeout:
+            stacks = _stacks(processes, ranks, folder)
+            for r in ranks:
+                r.read(ledger)
+            return RankError(diagnose.hang(ranks, ledger, stacks, f"{timeout:g} s"), hung=True)
+
+
+def _stuck(rank: diagnose.Rank, ledger: diagnose.Ledger) -> bool:
+    return bool(rank.waiting) and all(ledger.missing(e) for e in rank.waiting.values())
+
+
+def _size(folder: str, rank: int) -> int:
+    try:
+        return os.stat(f"{folder}/output-{rank}").st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _ok(folder: str, rank: int) -> bool:
+    return _outcome(folder, rank)[0] == "value"
+
+
+def _outcome(folder: str, rank: int) -> tuple:
+    with open(f"{folder}/outcome-{rank}", "rb") as f:
+        return pickle.load(f)
+
+
+def _death(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+            more = " (os.abort, or a failed assertion in C++)" if name == "SIGABRT" else ""
+            return f"was killed by {name}{more}"
+    return f"left its process with exit code {code}"
+
+
+def _stacks(processes: list, ranks: list, folder: str) -> dict[int, str]:
+    """Where the Python code of each running rank is."""
+    if not hasattr(signal, "SIGUSR1"):
+        return {}
+    running = [r.rank for r in ranks if r.started and not r.gone and not r.waiting]
+    for r in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(processes[r].pid, signal.SIGUSR1)
+    time.sleep(0.3)
+    found = {}
+    for r in running:
+        with contextlib.suppress(OSError), open(f"{folder}/stack-{r}") as f:
+            found[r] = diagnose.stack_line(f.read())
+    return found
+
+
+def _ended(ranks: list, ledger: diagnose.Ledger, ok: list[bool]) -> RankError:
+    """Some ranks failed or died; what the others were doing completes the message."""
+    failed = {r.rank for r, fine in zip(ranks, ok, strict=True) if r.gone and not fine}
+    error = RankError("")
+    error.deaths = {r.rank: r.died for r in ranks if r.rank in failed and not r.finished}
+    error.others = diagnose.states(ranks, ledger, failed)
+    return error
+
+
+def _outcomes(folder: str, world_size: int, error: RankError | None) -> tuple:
+    """(values, traces, None) of a run that worked, (None, None, the error to raise) of another."""
+    found = {}
+    for r in range(world_size):
+        if os.path.exists(f"{folder}/outcome-{r}"):
+            with contextlib.suppress(EOFError, pickle.UnpicklingError):
+                found[r] = _outcome(folder, r)
+    if error is None:
+        return (
+            [found[r][1] for r in range(world_size)],
+            [found[r][2] for r in range(world_size)],
+            None,
+        )
+    causes = {r: value for r, (kind, value, _) in found.items() if kind == "error"}
+    if str(error):
+        error.causes = causes
+        return None, None, error
+    said: dict[str, list[int]] = {}
+    for r in range(world_size):
+        kind, value, more = found.get(r, ("", None, None))
+        if kind == "error":
+            text = diagnose.raised(r, more[0], value, more[1])
+        elif kind == "unsendable":
+            text = f"rank {r} {value}"
+        elif r in error.deaths:
+            text = f"rank {r} {error.deaths[r]}"
+        else:
+            continue
+        said.setdefault(text.removeprefix(f"rank {r} "), []).append(r)
+    lines = [f"{output.ranks_text(who)} {text}" for text, who in said.items()]
+    if (
+        causes
+        and all(isinstance(e, NotImplementedError) for e in causes.values())
+        and not error.deaths
+    ):
+        return None, None, NotWritten("\n".join(lines), causes)
+    return None, None, RankError("\n".join(lines + error.others), causes)
+
+
+def _run_in_place(fn: Callable, args: tuple, kwargs: dict, timeout: float, trace: bool) -> Result:
+    raise NotImplementedError
