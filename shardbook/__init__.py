@@ -4,8 +4,24 @@ from .device import backend, device  # isort: skip  (first: it must come before 
 from . import lab
 from .lab import predict
 from .ranks import NotWritten, RankError, Result, run
+from .trace import Trace, mark, pace, show
+
+from . import trace  # isort: skip  (a module that can be called: sb.trace(model))
 
 lab.install()  # in IPython only
 
-__all__ = ["NotWritten", "RankError", "Result", "backend", "device", "predict", "run"]
+__all__ = [
+    "NotWritten",
+    "RankError",
+    "Result",
+    "Trace",
+    "backend",
+    "device",
+    "mark",
+    "pace",
+    "predict",
+    "run",
+    "show",
+    "trace",
+]
 __version__ = "0.1.0"

@@ -1,0 +1,142 @@
+"""Read Chrome traces that others wrote: torch.profiler, torch_npu.profiler, VizTracer, Perfetto."""
+
+import gzip
+import json
+import os
+from collections import defaultdict
+
+from .events import names_of, place, us
+from .merge import Trace
+
+
+def show(trace: str | os.PathLike | dict | list | Trace, title: str = "") -> Trace:
+    """Any Chrome trace as a `Trace` that displays inline: a path (also gzipped), a dict or list.
+
+    Slices that overlap on one thread, negative times and begin/end pairs are put in an order that
+    every viewer reads; nothing is dropped.
+    """
+    if isinstance(trace, Trace):
+        return trace
+    if isinstance(trace, (str, os.PathLike)):
+        title = title or os.path.basename(trace)
+        trace = read(trace)
+    result = Trace(title=title)
+    result.foreign = normalise(trace)
+    return result
+
+
+def read(path: str | os.PathLike) -> dict | list:
+    """The json of a trace file, gzipped or not; an array may lack its closing bracket."""
+    with open(path, "rb") as file:
+        data = file.read()
+    if data[:2] == b"\x1f\x8b":
+        data = gzip.decompress(data)
+    text = data.decode("utf-8", errors="replace").strip()
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if text.startswith("["):  # the format allows a file that was cut off
+            try:
+                return json.loads(text.rstrip(", \n") + "]")
+            except json.JSONDecodeError:
+                pass
+        raise ValueError(
+            f"{path} is no Chrome trace: not json ({error.msg} at {error.pos})"
+        ) from error
+
+
+def listed(trace: dict | list) -> list[dict]:
+    """The events of a trace, which is a list or a dict with traceEvents."""
+    found = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    if not isinstance(found, list):
+        raise ValueError("this is no Chrome trace: expected a list or a dict with 'traceEvents'")
+    return [e for e in found if isinstance(e, dict) and "ph" in e]
+
+
+def nanoseconds(value: float | str | None) -> int:
+    """A time in microseconds, as a number or as text, in whole nanoseconds, exactly."""
+    if isinstance(value, str):  # torch_npu writes text, to keep the digits
+        whole, _, part = value.strip().partition(".")
+        sign = -1 if whole.startswith("-") else 1
+        return int(whole or 0) * 1000 + sign * int((part + "000")[:3])
+    return round((value or 0) * 1000)
+
+
+def complete(events: list[dict]) -> tuple[list[dict], list[dict]]:
+    """(complete slices, all other events), times in ns; a B and its E become one X."""
+    slices, others, open_ = [], [], defaultdict(list)
+    timed = [{**e, "ts": nanoseconds(e.get("ts"))} for e in events if e["ph"] != "M"]
+    last = max((e["ts"] for e in timed), default=0)
+    for e in sorted(timed, key=lambda e: e["ts"]):
+        thread = (e.get("pid"), e.get("tid"))
+        if e["ph"] == "X":
+            slices.append({**e, "dur": max(0, nanoseconds(e.get("dur")))})
+        elif e["ph"] == "B":
+            open_[thread].append(e)
+        elif e["ph"] == "E":
+            if open_[thread]:
+                begin = open_[thread].pop()
+                args = {**(begin.get("args") or {}), **(e.get("args") or {})}
+                end = {"ph": "X", "dur": e["ts"] - begin["ts"], "args": args}
+                slices.append({**begin, **end})
+        else:
+            others.append(e)
+    for begin in (b for stack in open_.values() for b in stack):
+        slices.append({**begin, "ph": "X", "dur": last - begin["ts"]})
+    return slices, others + [e for e in events if e["ph"] == "M"]
+
+
+def normalise(trace: dict | list) -> dict:
+    """The same trace as Perfetto reads it without loss: see `show`."""
+    slices, others = complete(listed(trace))
+    timed = [e for e in slices + others if e["ph"] != "M"]
+    zero = min((e["ts"] for e in timed), default=0)
+    named = _names(others)
+    pids: dict = {}
+    for e in timed:
+        pids.setdefault(e.get("pid", 0), set()).add(e.get("tid", 0))
+    numbers = _numbers(pids)
+    meta, out = [], []
+    moved: dict[tuple, int] = {}
+    for pid, tids in pids.items():
+        threads, next_tid = {}, 1
+        for tid in sorted(tids, key=str):
+            mine = [e for e in slices if (e.get("pid", 0), e.get("tid", 0)) == (pid, tid)]
+            lanes = place([(e["ts"], e["ts"] + e["dur"]) for e in mine])
+            title = named.get(("thread_name", pid, tid), str(tid))
+            moved[pid, tid] = next_tid
+            for lane in range(max(lanes, default=0) + 1):
+                threads[next_tid + lane] = title if lane == 0 else f"{title} ({lane + 1})"
+            for e, lane in zip(mine, lanes, strict=True):
+                out.append({**e, "pid": numbers[pid], "tid": next_tid + lane})
+            next_tid += max(lanes, default=0) + 1
+        meta += names_of(numbers[pid], named.get(("process_name", pid, None), str(pid)), threads)
+    for e in others:
+        if e["ph"] in "Cistf" and "name" in e:
+            pid, tid = e.get("pid", 0), e.get("tid", 0)
+            out.append({**e, "pid": numbers[pid], "tid": moved[pid, tid]})
+    out.sort(key=lambda e: (e["ts"], -e.get("dur", 0)))
+    for e in out:
+        e["ts"] = us(e["ts"] - zero)
+        if "dur" in e:
+            e["dur"] = us(e["dur"])
+        e["name"] = str(e.get("name", ""))
+    return {"traceEvents": meta + out, "displayTimeUnit": "ms"}
+
+
+def _names(events: list[dict]) -> dict[tuple, str]:
+    """Names of processes and threads from the metadata events."""
+    found = {}
+    for e in events:
+        if e["ph"] == "M" and e.get("name") in ("process_name", "thread_name"):
+            tid = e.get("tid", 0) if e["name"] == "thread_name" else None
+            found[e["name"], e.get("pid", 0), tid] = str((e.get("args") or {}).get("name", ""))
+    return found
+
+
+def _numbers(pids: dict) -> dict:
+    """Whole numbers for pids; some writers use words."""
+    taken = {p for p in pids if isinstance(p, int)}
+    numbers = {p: p for p in taken}
+    free = (n for n in range(1_000_000) if n not in taken)
+    return numbers | {p: next(free) for p in pids if p not in numbers}

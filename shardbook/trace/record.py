@@ -1,0 +1,398 @@
+"""Note what this rank does, at a few microseconds a module call; nothing is built until asked.
+
+``nn.Module.__call__`` is wrapped while a trace is open, so hooks of the model's own (FSDP, tensor
+parallel) lie inside its slices. The backward of a module shows through pre-hooks on the autograd
+nodes of its inputs and outputs. Unlike a module's backward hook these wrap no tensor, so in-place
+operations, views and checkpointing work as they do untraced.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import calls
+from .merge import Trace
+from .timeline import RankTrace
+
+_active: tuple["Recorder", ...] = ()
+_lock = threading.Lock()
+_module_call = nn.Module.__call__
+_sequence_nr = torch._C._autograd._get_sequence_nr  # the number the next autograd node will get
+_graph_task = torch._C._current_graph_task_id
+_now = time.monotonic_ns
+_thread = threading.get_ident
+
+SAMPLE_NS = 1_000_000
+"""Memory is sampled at most once a millisecond, so that it costs nothing next to the model."""
+
+MOST = 64
+"""Tensors noted of one list of arguments."""
+
+
+def _traced_call(module, *args, **kwargs):
+    if torch.compiler.is_compiling():
+        return _module_call(module, *args, **kwargs)
+    opened = [(r, r.enter(module, args, kwargs)) for r in _active]
+    result = error = None
+    try:
+        result = _module_call(module, *args, **kwargs)
+        return result
+    except BaseException as e:
+        error = type(e).__name__
+        raise
+    finally:
+        for recorder, record in reversed(opened):
+            if record is not None:
+                recorder.leave(record, result, error)
+
+
+def _activate(recorder: "Recorder", on: bool) -> None:
+    global _active
+    with _lock:
+        _active = tuple(r for r in _active if r is not recorder) + ((recorder,) if on else ())
+        nn.Module.__call__ = _traced_call if _active else _module_call
+
+
+def describe(value: Any, found: list[Tensor]) -> Any:
+    """(shape, dtype) of every tensor, nesting kept, None for what is no tensor; found gets them."""
+    if isinstance(value, Tensor):
+        found.append(value)
+        if type(value) is Tensor:
+            return (value.shape, value.dtype)
+        placements = getattr(value, "placements", None)  # a DTensor
+        if placements is None:
+            return (value.shape, value.dtype)
+        local = value._local_tensor.shape
+        return (value.shape, value.dtype, local, " ".join(map(str, placements)))
+    if isinstance(value, (list, tuple)):
+        return [d for v in value[:MOST] if (d := describe(v, found)) is not None] or None
+    if isinstance(value, dict):
+        named = {str(k): describe(v, found) for k, v in list(value.items())[:MOST]}
+        return {k: d for k, d in named.items() if d is not None} or None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return describe(vars(value), found) if hasattr(value, "__dict__") else None
+    return None
+
+
+class Recorder:
+    """What one trace notes. A record is the list of `timeline.RECORD`'s fields."""
+
+    def __init__(self, models: dict[str, nn.Module], discover: bool, flops: bool = False):
+        self.discover = discover
+        self.modules: list[tuple[str, nn.Module]] = []  # keeps them alive, so ids stay theirs
+        self.index: dict[int, int] = {}
+        for prefix, model in models.items():
+            self.register(model, prefix)
+        self.records: list[list] = []
+        self.marks: list[tuple] = []
+        self.fires: list[tuple] = []
+        self.backward_ends: dict[int, int] = {}
+        self.memory: list[tuple[int, int]] = []
+        self.watched: set[tuple[int, int]] = set()
+        self.handles: list = []
+        self.calls: list[calls.Call] = []
+        self.flops: list[tuple] | None = [] if flops else None
+        self.label: dict[str, int] = {}
+        self.main = _thread()
+        self.sampled = 0
+        self.open = False
+        self.events = _device_events()
+        self.read_memory, self.memory_name = _memory_reader()
+
+    def register(self, model: nn.Module, prefix: str = "") -> int:
+        """Give every module below `model` its dotted name; a module keeps the first it gets."""
+        for name, module in model.named_modules():
+            full = f"{prefix}.{name}" if prefix and name else prefix or name
+            known = self.index.get(id(module))
+            if known is None:
+                self.index[id(module)] = len(self.modules)
+                self.modules.append((full, module))
+            elif self.discover and name and self.modules[known][0] == "":
+                self.modules[known] = (full, module)  # met alone first, now inside its parent
+        return self.index[id(model)]
+
+    # The four methods below run at every call: they only note.
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> list | None:
+        index = self.index.get(id(module))
+        if index is None:
+            if not self.discover:
+                return None
+            index = self.register(module)
+        found: list[Tensor] = []
+        inputs = describe(args, found) or []
+        if kwargs and (named := describe(kwargs, found)):
+            inputs = [*inputs, named]
+        if found and torch.is_grad_enabled():
+            self.watch(found)
+        device = self.events() if self.events else None
+        record = [index, _thread(), 0, None, _sequence_nr(), 0, inputs, None, None, device, None]
+        self.records.append(record)
+        record[2] = _now()
+        return record
+
+    def leave(self, record: list, result: Any, error: str | None) -> None:
+        record[3] = now = _now()
+        found: list[Tensor] = []
+        record[7] = describe(result, found)
+        record[5] = _sequence_nr()
+        record[8] = error
+        if self.events:
+            record[10] = self.events()
+        if found and self.open and torch.is_grad_enabled():
+            self.watch(found)
+        if now - self.sampled > SAMPLE_NS:
+            self.sample(now)
+
+    def watch(self, tensors: list[Tensor]) -> None:
+        """Be told when backward reaches the nodes that made these tensors, each once."""
+        thread = _thread()
+        for tensor in tensors:
+            try:
+                node = tensor.grad_fn
+            except RuntimeError:  # a view that autograd refuses to differentiate
+                continue
+            if node is None:
+                continue
+            key = (thread, node._sequence_nr())
+            if key not in self.watched:
+                self.watched.add(key)
+                hook = functools.partial(self.fired, key)
+                self.handles.append(node.register_prehook(hook))
+
+    def fired(self, key: tuple[int, int], grads: tuple) -> None:
+        if not self.open:
+            return
+        task, now = _graph_task(), _now()
+        device = self.events() if self.events else None
+        self.fires.append((now, key, task, _thread(), device))
+        if task not in self.backward_ends:
+            self.backward_ends[task] = 0
+            done = functools.partial(self.backward_done, task)
+            torch.autograd.Variable._execution_engine.queue_callback(done)
+        if now - self.sampled > SAMPLE_NS:
+            self.sample(now)
+
+    def backward_done(self, task: int) -> None:
+        self.backward_ends[task] = _now()
+
+    def sample(self, now: int) -> None:
+        self.sampled = now
+        self.memory.append((now, self.read_memory()))
+
+    def start(self) -> None:
+        """Begin to note."""
+        calls.install()
+        calls._listeners.append(self.calls.append)
+        self.listener = calls._listeners[-1]
+        self.open = True
+        _activate(self, True)
+        self.anchor = self.events() if self.events else None
+        self.started = _now()
+        self.sample(self.started)
+
+    def stop(self) -> RankTrace:
+        """End, undo every change, and give what was noted as plain data that can be pickled."""
+        self.stopped = _now()
+        self.sample(self.stopped)
+        _activate(self, False)
+        self.open = False
+        calls._listeners.remove(self.listener)
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        device_ms = self._device_times()
+        return RankTrace(
+            rank=int(os.environ.get("RANK", 0)),
+            label=self.label,
+            modules=[_module_info(name, module) for name, module in self.modules],
+            records=[[*r[:9], device_ms(r[9]), device_ms(r[10])] for r in self.records],
+            fires=[(*f[:4], device_ms(f[4])) for f in self.fires],
+            backward_ends=self.backward_ends,
+            calls=self.calls,
+            marks=self.marks,
+            memory=self.memory,
+            memory_name=self.memory_name,
+            main=self.main,
+            start=self.started,
+            end=self.stopped,
+            flops=self.flops,
+        )
+
+    def _device_times(self):
+        if self.events:
+            torch.accelerator.synchronize()
+        return lambda event: self.anchor.elapsed_time(event) if event is not None else None
+
+
+def _device_events():
+    """A function that records an event on the current stream, or None where there is no such."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return None
+
+    def event() -> torch.Event:
+        e = torch.Event(device.type, enable_timing=True)
+        e.record()
+        return e
+
+    try:
+        a, b = event(), event()
+        torch.accelerator.synchronize()
+        a.elapsed_time(b)
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError):
+        return None
+    return event
+
+
+def _memory_reader():
+    """(function that reads the memory in use in bytes, its name): the device's, else the RSS."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        with contextlib.suppress(Exception):
+            torch.accelerator.memory_allocated()
+            return torch.accelerator.memory_allocated, "device memory (MB)"
+    try:
+        page, file = os.sysconf("SC_PAGE_SIZE"), os.open("/proc/self/statm", os.O_RDONLY)
+    except (OSError, ValueError, AttributeError):
+        import resource
+
+        return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "peak memory (MB)"
+    return _Statm(page, file).read, "resident memory (MB)"
+
+
+class _Statm:
+    def __init__(self, page: int, file: int):
+        self.page, self.file = page, file
+
+    def read(self) -> int:
+        return int(os.pread(self.file, 64, 0).split()[1]) * self.page
+
+    def __del__(self):
+        os.close(self.file)
+
+
+def _module_info(name: str, module: nn.Module) -> dict:
+    """Name, type and own parameters; of a DTensor the full shape and this rank's."""
+    parameters = {}
+    for own, p in module._parameters.items():
+        if p is None or isinstance(p, nn.parameter.UninitializedParameter):
+            continue
+        local, placements = p, getattr(p, "placements", None)
+        if placements is not None:
+            local = p.to_local()
+        parameters[own] = {
+            "id": id(p),
+            "shape": tuple(p.shape),
+            "dtype": p.dtype,
+            "numel": p.numel(),
+            "local_shape": tuple(local.shape),
+            "local_numel": local.numel(),
+            "placements": " ".join(map(str, placements)) if placements is not None else "",
+        }
+    return {"name": name, "type": type(module).__name__, "parameters": parameters} | {
+        key: getattr(module, key)
+        for key in ("in_features", "in_channels", "groups", "kernel_size")
+        if isinstance(getattr(module, key, None), (int, tuple))
+    }
+
+
+@contextlib.contextmanager
+def trace(
+    model: nn.Module | Sequence[nn.Module] | None = None,
+    *,
+    python: bool = False,
+    kernels: bool = False,
+    flops: bool = False,
+    **coordinates: int,
+) -> Iterator[Trace]:
+    """Record what `model` does inside the block; the Trace it gives displays inline afterwards.
+
+    Forward and backward of each module, collectives and send/recv, memory, marks. Nothing of the
+    model changes. Without a model: collectives, memory and marks only. python adds Python's
+    functions (VizTracer), kernels the operators and device kernels (torch.profiler, on an NPU
+    torch_npu.profiler), flops counts every matrix product (else the table's FLOPs are those of
+    linear and convolution layers). coordinates name this rank's place: ``sb.trace(m, tp=1, cp=0)``.
+    """
+    recorder = Recorder(_named(model), discover=False, flops=flops)
+    recorder.label = coordinates
+    with _record(recorder, Trace(), python, kernels) as result:
+        yield result
+
+
+def start_rank_trace() -> Recorder:
+    """Begin to trace a rank, whatever modules it calls; `.stop()` gives its RankTrace."""
+    recorder = Recorder({}, discover=True)
+    recorder.start()
+    return recorder
+
+
+@contextlib.contextmanager
+def _record(recorder: Recorder, result: Trace, python: bool, kernels: bool) -> Iterator[Trace]:
+    with contextlib.ExitStack() as stack:
+        extras = []
+        if python or kernels or recorder.flops is not None:
+            from . import extras as more
+
+            extras = more.start(stack, python, kernels, recorder.flops)
+        recorder.start()
+        try:
+            yield result
+        finally:
+            rank = recorder.stop()
+            stack.close()
+            for extra in extras:
+                rank.foreign += extra()
+            result.ranks = [rank]
+
+
+def _named(model: nn.Module | Sequence[nn.Module] | None) -> dict[str, nn.Module]:
+    if model is None:
+        return {}
+    if isinstance(model, nn.Module):
+        return {"": model}
+    if isinstance(model, (list, tuple)) and all(isinstance(m, nn.Module) for m in model):
+        return {str(i): m for i, m in enumerate(model)}
+    raise TypeError(f"sb.trace() takes an nn.Module or a list of them, not {type(model).__name__}")
+
+
+@contextlib.contextmanager
+def mark(name: str) -> Iterator[None]:
+    """A slice of your own: ``with sb.mark("attention"): …``, also as a decorator."""
+    start = _now()
+    try:
+        yield
+    finally:
+        _note(str(name), start, "mark", {})
+
+
+def pace(ms: float, name: str = "kernel") -> None:
+    """Stand for a kernel that takes `ms` milliseconds: sleeps, and is labelled "paced".
+
+    So four ranks on two cores show the schedule that four devices would.
+    """
+    if ms < 0:
+        raise ValueError(f"sb.pace() takes a time in milliseconds, 0 or more, not {ms}")
+    start = _now()
+    time.sleep(ms / 1000)
+    _note(f"{name} (paced)", start, "paced", {"time": f"paced: sleeps {ms:g} ms"})
+
+
+def label(**coordinates: int) -> None:
+    """Name this rank's place in the mesh in the traces being recorded: ``label(tp=1, cp=0)``."""
+    for recorder in _active:
+        recorder.label = {**recorder.label, **coordinates}
+
+
+def _note(name: str, start: int, category: str, args: dict) -> None:
+    end = _now()
+    for recorder in _active:
+        recorder.marks.append((name, _thread(), start, end, category, args))
