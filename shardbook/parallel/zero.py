@@ -211,6 +211,7 @@ def clip_grad_norm_sharded_(
     shards are this rank's parameters; each element of the model is on exactly one rank of the
     group. Returns the norm before clipping (fp32, no dimensions), the same on every rank.
     """
+    shards = [shards] if isinstance(shards, Tensor) else shards
     grads = [p.grad for p in shards if p.grad is not None]
     device = grads[0].device if grads else default_device()
     squares = torch.zeros((), device=device)
