@@ -1,4 +1,4 @@
-"""Compile the extension once for these sources, this torch and this Python; load it from then on."""
+"""Compile the extension once for these sources, this torch and this Python; then load it."""
 
 import contextlib
 import fcntl
