@@ -9,6 +9,7 @@ import dataclasses
 import linecache
 import os
 import re
+import traceback
 from collections import defaultdict
 
 import torch
@@ -17,7 +18,7 @@ from .output import ranks_text
 
 _TORCH = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(__file__)
-_OURS = tuple(os.path.join(_HERE, f) for f in ("worker.py", "ranks.py", "calls.py", "magic.py"))
+_OURS = tuple(os.path.join(_HERE, f) for f in ("worker.py", "ranks.py", "in_place.py", "calls.py"))
 _CELL = re.compile(r"ipykernel_\d+[/\\]\d+\.py$|^<ipython-input|^<cell")
 
 
@@ -73,7 +74,7 @@ class Rank:
 
     def __init__(self, rank: int, folder: str):
         self.rank, self.folder = rank, folder
-        self.started = self.finished = self.threads = False
+        self.started = self.finished = self.returned = self.threads = False
         self.died: str | None = None
         self.calls: dict[int, Entry] = {}  # issued and not known to be done
         self.waiting: dict[int, Entry] = {}
@@ -94,7 +95,7 @@ class Rank:
             if kind == "S":
                 self.started = True
             elif kind == "F":
-                self.finished = True
+                self.finished, self.returned = True, fields[0] == "value"
             elif kind == "T":
                 self.threads = True
             elif kind == "W":
@@ -326,8 +327,18 @@ def states(ranks: list[Rank], ledger: Ledger, leave_out: set[int]) -> list[str]:
 def stack_line(text: str) -> str:
     """ "cell line 3 in step: time.sleep(100)" from what faulthandler wrote, the main thread's."""
     main = text.split("\n\n")[-1]
-    for file, line, name in re.findall(r'File "(.*)", line (\d+) in (.*)', main):
-        if not _internal(file) and not file.startswith(os.path.dirname(os.__file__)):
+    return _innermost(re.findall(r'File "(.*)", line (\d+) in (.*)', main))
+
+
+def frame_line(frame) -> str:
+    """The same from a frame of this process."""
+    stack = traceback.extract_stack(frame)[::-1]
+    return _innermost([(f.filename, f.lineno, f.name) for f in stack])
+
+
+def _innermost(frames: list[tuple]) -> str:
+    for file, line, name in frames:
+        if not _internal(file) and not file.startswith(os.path.dirname(os.__file__) + os.sep):
             source = linecache.getline(file, int(line)).strip()
             return f"{place(file, line)} in {name}" + (f": {source}" if source else "")
     return ""
@@ -337,19 +348,17 @@ def _internal(file: str) -> bool:
     return file.startswith((_TORCH, "<frozen")) or file in _OURS
 
 
-def raised(rank: int, name: str, error: BaseException, frames: list[tuple]) -> str:
-    """One rank's exception: what, where, and the lines that led there."""
+def raised(name: str, error: BaseException, frames: list[tuple]) -> str:
+    """What a rank raised and where, and the lines that led there; to be read after "rank 2 "."""
     text = str(error)
-    if isinstance(error, RuntimeError) and text.startswith(f"{name}: "):
-        text = text.removeprefix(f"{name}: ")
+    if isinstance(error, RuntimeError):
+        text = text.removeprefix(f"{name}: ")  # an exception that can't be sent became this one
     frames = [f for f in frames if not _internal(f[0])]
     at = f" ({place(*frames[-1][:2])})" if frames else ""
     if isinstance(error, SystemExit):
-        head = f"rank {rank} called sys.exit({'' if error.code is None else repr(error.code)}){at}"
+        head = f"called sys.exit({'' if error.code is None else repr(error.code)}){at}"
     else:
-        head = (
-            f"rank {rank} raised {name}: {text}{at}" if text else f"rank {rank} raised {name}{at}"
-        )
+        head = f"raised {name}{f': {text}' if text else ''}{at}"
     lines = []
     for file, line, function in frames[-5:]:
         source = linecache.getline(file, line).strip()

@@ -8,7 +8,6 @@ as the ranks, its signal handlers stay in the kernel, and it can't end a run for
 import contextlib
 import dataclasses
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import shutil
@@ -95,7 +94,9 @@ def run(
             "sb.run was called inside a rank: ranks can't start ranks, call the function instead"
         )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _run_in_place(fn, args, kwargs, timeout, trace)
+        from . import in_place
+
+        return in_place.run(fn, args, kwargs, world_size, timeout, trace)
     _say_once(too_few(world_size))
     try:
         call = worker.dumps((fn, args, kwargs))
@@ -120,23 +121,19 @@ def run(
                 pickle.dump(job, f)
             with _started(world_size, folder) as processes:
                 tail = output.Tail(f"{folder}/output-0") if echo else None
-                error = _watch(processes, folder, timeout, tail)
+                end = _watch(processes, folder, timeout, tail)
         outputs = [output.read(f"{folder}/output-{r}") for r in range(world_size)]
-        values, recorded, failure = _outcomes(folder, world_size, error)
+        if tail is not None and (text := output.fold(tail.rest(outputs))):
+            print(text, flush=True)
+        found = {r: _outcome(folder, r) for r in range(world_size)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if tail is not None and (text := output.fold(tail.rest(outputs))):
-        print(text, flush=True)
-    if failure is not None:
-        failure.output = outputs
-        raise failure from None
-    return Result(values, outputs, _merge(recorded) if trace else None)
-
-
-def _merge(recorded: list) -> Any:
-    from .trace.merge import merge
-
-    return merge(recorded)
+    if end is not None:
+        error = _error(end, {r: o for r, o in found.items() if o is not None})
+        error.output = outputs
+        raise error from None
+    values, merged = _values(list(found.values()), trace)
+    return Result(values, outputs, merged)
 
 
 _said: set[str] = set()
@@ -210,82 +207,90 @@ def _no_main() -> Iterator[None]:
             del os.environ[name]
 
 
-def _watch(processes: list, folder: str, timeout: float, tail) -> RankError | None:
-    """Follow the ranks until all are done (None), or something is wrong with all of them.
+@dataclasses.dataclass
+class _End:
+    """Why a run was ended. Without a message the failed ranks' own outcomes say it."""
 
-    What is wrong with one alone is in its outcome, and found by `_outcomes`.
-    """
+    message: str = ""
+    hung: bool = False
+    deaths: dict[int, str] = dataclasses.field(default_factory=dict)
+    others: list[str] = dataclasses.field(default_factory=list)
+
+
+def _watch(processes: list, folder: str, timeout: float, tail: output.Tail | None) -> _End | None:
+    """Follow the ranks until all have returned (None) or the run can't go on."""
     ranks = [diagnose.Rank(r, folder) for r in range(len(processes))]
     ledger = diagnose.Ledger(len(ranks))
     start = news = time.monotonic()
     started = failed = None
     pause = 0.002
     while True:
-        multiprocessing.connection.wait(
-            [p.sentinel for p, r in zip(processes, ranks, strict=True) if r.died is None], pause
-        ) if any(r.died is None for r in ranks) else time.sleep(pause)
+        time.sleep(pause)
         pause = min(0.05, pause * 1.1)
-        dead = [
-            r for r, p in zip(ranks, processes, strict=True) if r.died is None and not p.is_alive()
-        ]
+        dead = [r for r in ranks if r.died is None and not processes[r.rank].is_alive()]
         now = time.monotonic()
-        if any([r.read(ledger) for r in ranks]):
+        if any([r.read(ledger) for r in ranks]):  # a list: every one is read
             news = now
-        for r in dead:
+        for r in dead:  # after the last of its log is read
             r.died = _death(processes[r.rank].exitcode)
         if tail is not None:
             tail.poll()
-        started = started or (now if any(r.started for r in ranks) else None)
         if ledger.bad:
             time.sleep(0.15)  # let the others come to it too
             for r in ranks:
                 r.read(ledger)
-            return RankError(ledger.mismatch(), hung=False)
-        ok = [r.finished and _ok(folder, r.rank) for r in ranks]
-        if all(ok):
-            text = ledger.skipped()
-            return RankError(text) if text else None
-        flooded = [r.rank for r in ranks if _size(folder, r.rank) > output.MOST_BYTES]
-        if flooded:
-            limit = f"{output.MOST_BYTES // 2**20} MB"
-            return RankError(f"{output.ranks_text(flooded)} printed more than {limit}: ended")
-        stuck = [r.gone or _stuck(r, ledger) for r in ranks]
-        settled = all(stuck) and now - news > _SETTLE and not any(r.threads for r in ranks)
-        if all(r.gone for r in ranks):
-            settled = True
-        if any(r.gone and not fine for r, fine in zip(ranks, ok, strict=True)):
+            return _End(ledger.mismatch())
+        bad = [r for r in ranks if r.gone and not r.returned]
+        if not bad and all(r.finished for r in ranks):
+            skipped = ledger.skipped()
+            return _End(skipped) if skipped else None
+        if flooded := [r.rank for r in ranks if _printed(folder, r.rank) > output.MOST_BYTES]:
+            most = f"{output.MOST_BYTES // 2**20} MB"
+            return _End(f"{output.ranks_text(flooded)} printed more than {most}")
+        stuck = all(r.gone or _stuck(r, ledger) for r in ranks)
+        quiet = now - news > _SETTLE and not any(r.threads for r in ranks)
+        settled = stuck and (quiet or all(r.gone for r in ranks))
+        if bad:
             failed = failed or now
             if settled or now - failed > _GRACE:
-                return _ended(ranks, ledger, ok)
+                return _End(
+                    deaths={r.rank: r.died for r in bad if not r.finished},
+                    others=diagnose.states(ranks, ledger, {r.rank for r in bad}),
+                )
         elif settled:
-            return RankError(diagnose.hang(ranks, ledger, {}, ""), hung=True)
+            return _End(diagnose.hang(ranks, ledger, {}, ""), hung=True)
+        started = started or (now if any(r.started for r in ranks) else None)
         if started is None and now - start > _START_LIMIT:
-            return RankError(f"no rank has started within {_START_LIMIT} s", hung=True)
+            return _End(f"no rank has started within {_START_LIMIT} s", hung=True)
         if started is not None and now - started > timeout:
             stacks = _stacks(processes, ranks, folder)
-            for r in ranks:
-                r.read(ledger)
-            return RankError(diagnose.hang(ranks, ledger, stacks, f"{timeout:g} s"), hung=True)
+            return _End(diagnose.hang(ranks, ledger, stacks, f"{timeout:g} s"), hung=True)
 
 
 def _stuck(rank: diagnose.Rank, ledger: diagnose.Ledger) -> bool:
     return bool(rank.waiting) and all(ledger.missing(e) for e in rank.waiting.values())
 
 
-def _size(folder: str, rank: int) -> int:
+def _printed(folder: str, rank: int) -> int:
     try:
         return os.stat(f"{folder}/output-{rank}").st_size
     except FileNotFoundError:
         return 0
 
 
-def _ok(folder: str, rank: int) -> bool:
-    return _outcome(folder, rank)[0] == "value"
-
-
-def _outcome(folder: str, rank: int) -> tuple:
-    with open(f"{folder}/outcome-{rank}", "rb") as f:
-        return pickle.load(f)
+def _outcome(folder: str, rank: int) -> tuple | None:
+    """("value", value, trace), ("error", exception, (type, frames)), ("unsendable", why, None)."""
+    try:
+        with open(f"{folder}/outcome-{rank}", "rb") as f:
+            outcome = f.read()
+    except FileNotFoundError:
+        return None
+    try:
+        return pickle.loads(outcome)
+    except (EOFError, pickle.UnpicklingError):
+        return None  # the rank ended while writing it
+    except Exception as error:
+        return "unsendable", f"returned what can't be read here ({error!r})", None
 
 
 def _death(code: int | None) -> str:
@@ -313,53 +318,36 @@ def _stacks(processes: list, ranks: list, folder: str) -> dict[int, str]:
     return found
 
 
-def _ended(ranks: list, ledger: diagnose.Ledger, ok: list[bool]) -> RankError:
-    """Some ranks failed or died; what the others were doing completes the message."""
-    failed = {r.rank for r, fine in zip(ranks, ok, strict=True) if r.gone and not fine}
-    error = RankError("")
-    error.deaths = {r.rank: r.died for r in ranks if r.rank in failed and not r.finished}
-    error.others = diagnose.states(ranks, ledger, failed)
-    return error
+def _values(found: list[tuple], trace: bool) -> tuple[list, Any]:
+    for r, (kind, value, _) in enumerate(found):
+        if kind != "value":
+            raise RankError(f"rank {r} {value}")
+    values = [value for _, value, _ in found]
+    return values, merge_traces([recorded for *_, recorded in found]) if trace else None
 
 
-def _outcomes(folder: str, world_size: int, error: RankError | None) -> tuple:
-    """(values, traces, None) of a run that worked, (None, None, the error to raise) of another."""
-    found = {}
-    for r in range(world_size):
-        if os.path.exists(f"{folder}/outcome-{r}"):
-            with contextlib.suppress(EOFError, pickle.UnpicklingError):
-                found[r] = _outcome(folder, r)
-    if error is None:
-        return (
-            [found[r][1] for r in range(world_size)],
-            [found[r][2] for r in range(world_size)],
-            None,
-        )
+def merge_traces(recorded: list) -> Any:
+    """One trace of what each rank recorded, by rank."""
+    from .trace.merge import merge
+
+    return merge(recorded)
+
+
+def _error(end: _End, found: dict[int, tuple]) -> RankError:
+    """What to raise for a run that was ended; `found` has the outcomes of ranks that have one."""
     causes = {r: value for r, (kind, value, _) in found.items() if kind == "error"}
-    if str(error):
-        error.causes = causes
-        return None, None, error
+    if end.message:
+        return RankError(end.message, causes, end.hung)
     said: dict[str, list[int]] = {}
-    for r in range(world_size):
-        kind, value, more = found.get(r, ("", None, None))
+    for r, (kind, value, more) in found.items():
         if kind == "error":
-            text = diagnose.raised(r, more[0], value, more[1])
+            said.setdefault(diagnose.raised(more[0], value, more[1]), []).append(r)
         elif kind == "unsendable":
-            text = f"rank {r} {value}"
-        elif r in error.deaths:
-            text = f"rank {r} {error.deaths[r]}"
-        else:
-            continue
-        said.setdefault(text.removeprefix(f"rank {r} "), []).append(r)
+            said.setdefault(value, []).append(r)
+    for r, text in end.deaths.items():
+        said.setdefault(text, []).append(r)
     lines = [f"{output.ranks_text(who)} {text}" for text, who in said.items()]
-    if (
-        causes
-        and all(isinstance(e, NotImplementedError) for e in causes.values())
-        and not error.deaths
-    ):
-        return None, None, NotWritten("\n".join(lines), causes)
-    return None, None, RankError("\n".join(lines + error.others), causes)
-
-
-def _run_in_place(fn: Callable, args: tuple, kwargs: dict, timeout: float, trace: bool) -> Result:
-    raise NotImplementedError
+    unwritten = [isinstance(e, NotImplementedError) for e in causes.values()]
+    if unwritten and all(unwritten) and not end.deaths:
+        return NotWritten("\n".join(lines), causes)
+    return RankError("\n".join(lines + end.others), causes)

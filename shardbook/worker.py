@@ -18,6 +18,7 @@ import traceback
 import types
 from collections import ChainMap
 from datetime import timedelta
+from typing import ClassVar
 
 import cloudpickle
 import torch
@@ -36,7 +37,7 @@ def _code_with_its_file(code: types.CodeType) -> tuple:
 
 class _Pickler(cloudpickle.Pickler):
     # cloudpickle forgets where code comes from; the messages need its file and line.
-    dispatch_table = ChainMap(
+    dispatch_table: ClassVar = ChainMap(
         {types.CodeType: _code_with_its_file}, cloudpickle.Pickler.dispatch_table
     )
 
@@ -65,15 +66,15 @@ def main(local_rank: int, folder: str) -> None:
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         # The last resort, should this process be stuck where no Python runs and the parent be gone.
         faulthandler.dump_traceback_later(job["timeout"] + 30, exit=True, file=stack)
-        outcome = _attempt(job, local_rank, log)
+        kind, outcome = _attempt(job, local_rank, log)
         sys.stdout.flush()
         with open(f"{folder}/outcome-{local_rank}", "wb") as f:
             f.write(outcome)
-        log.write("F")
+        log.write("F", kind)
         threading.Event().wait()
 
 
-def _attempt(job: dict, local_rank: int, log: "_Log") -> bytes:
+def _attempt(job: dict, local_rank: int, log: "_Log") -> tuple[str, bytes]:
     try:
         os.environ.clear()
         os.environ.update(job["environ"] | _environment(job, local_rank))
@@ -94,13 +95,16 @@ def _attempt(job: dict, local_rank: int, log: "_Log") -> bytes:
         finally:
             recorded = trace.stop() if job["trace"] else None
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: every rank reports
-        return _failure(error)
+        return "error", _failure(error)
     try:
-        return dumps(("value", value, recorded))
+        return "value", dumps(("value", value, recorded))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        what = f"returned {_kind(value)}, which can't be sent back ({reason})"
-        return dumps(("unsendable", what + "; return tensors, numbers or lists", None))
+        what = f"returned {_kind(value)}, which can't be sent back ({reason}); "
+        what += "return tensors, numbers or lists"
+        return "unsendable", dumps(
+            ("unsendable", what, None)
+        )
 
 
 def _kind(value) -> str:
@@ -123,7 +127,7 @@ def _failure(error: BaseException) -> bytes:
             payload = dumps(("error", candidate, (name, frames)))
             cloudpickle.loads(payload)  # some exceptions pickle, but don't come back
             return payload
-        except Exception:  # noqa: S112
+        except Exception:
             continue
     raise AssertionError("a RuntimeError can always be pickled")
 
@@ -177,7 +181,7 @@ class _Log:
     """One line an event, in one write each, so that the file is whole whenever this process ends.
 
     S pid / C number op count group ranks peer tag shape dtype nbytes where / W number / D number
-    / T (a thread other than the first has made a call) / F (the outcome is written).
+    / T (a thread other than the first has made a call) / F kind (the outcome is written).
     """
 
     def __init__(self, path: str):

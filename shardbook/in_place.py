@@ -1,0 +1,92 @@
+"""sb.run under torchrun: this process is already a rank, so the function runs right here."""
+
+import contextlib
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from . import calls, diagnose, worker
+from .device import backend, set_rank_device
+
+
+def run(
+    fn: Callable, args: tuple, kwargs: dict, world_size: int, timeout: float, trace: bool
+) -> "Result":  # noqa: F821
+    """``fn(*args, **kwargs)`` on this rank; the Result has the values of all ranks of all hosts.
+
+    A rank that fails raises and so ends its process, upon which torchrun ends the others. Output
+    goes where torchrun sends it.
+    """
+    from .ranks import NotWritten, RankError, Result, merge_traces
+
+    if not dist.is_initialized():
+        set_rank_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        dist.init_process_group(backend(), timeout=timedelta(seconds=timeout + 15))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size != world_size and rank == 0:
+        print(f"sb.run: {size} ranks, as torchrun started them (world_size={world_size} is unused)")
+    calls.install()
+    with _deadline(rank, timeout):
+        worker.in_rank = True
+        try:
+            if trace:
+                from .trace.record import start_rank_trace
+
+                recorder = start_rank_trace()
+            try:
+                value = fn(*args, **kwargs)
+            finally:
+                recorded = recorder.stop() if trace else None
+        except NotImplementedError as error:
+            raise NotWritten(f"rank {rank} raised NotImplementedError: {error}") from error
+        except Exception as error:
+            raise RankError(
+                f"rank {rank} raised {type(error).__name__}: {error}", {rank: error}
+            ) from error
+        finally:
+            worker.in_rank = False
+        found: list = [None] * size
+        dist.all_gather_object(found, worker.dumps((value, recorded)))
+    pairs = [pickle.loads(x) for x in found]
+    merged = merge_traces([t for _, t in pairs]) if trace else None
+    return Result([v for v, _ in pairs], [""] * size, merged)
+
+
+@contextlib.contextmanager
+def _deadline(rank: int, timeout: float) -> Iterator[None]:
+    """End this process, with a line that says where it is, if the block takes too long."""
+    waiting: list[calls.Call] = []
+    main = threading.get_ident()
+
+    def note(event: str, call: calls.Call) -> None:
+        if event == "wait":
+            waiting.append(call)
+        elif event == "done" and call in waiting:
+            waiting.remove(call)
+
+    def end() -> None:
+        if waiting:
+            call = waiting[-1]
+            peer = f" (peer: rank {call.peer})" if call.peer is not None else ""
+            file, _, line = call.where.rpartition(":")
+            at = f"waits in {call.op}{peer}, {diagnose.place(file, line)}"
+        else:
+            at = f"is at {diagnose.frame_line(sys._current_frames()[main])}"
+        text = f"RankError: rank {rank} did not end within {timeout:g} s: it {at}\n"
+        os.write(2, text.encode())
+        os._exit(1)
+
+    timer = threading.Timer(timeout, end)
+    timer.daemon = True
+    before, calls.watch = calls.watch, note
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        calls.watch = before
