@@ -1,0 +1,132 @@
+"""A model cut by layers over the ranks, and micro-batches sent through it by a schedule."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .schedules import Schedule
+
+_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+_HEADER = 8  # dtype, number of dimensions, then up to six sizes
+
+
+def run_pipeline(
+    stage: nn.Module,
+    schedule: Schedule,
+    microbatches: Sequence[Tensor] | None,
+    targets: Sequence[Tensor] | None,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    group: dist.ProcessGroup | None = None,
+) -> Tensor | None:
+    """One step of a pipeline: every stage's gradients, and on the last rank the mean loss.
+
+    stage is this rank's part of the model, schedule the schedule of all stages (one chunk each).
+    The first rank reads microbatches, the last reads targets; loss_fn gives a micro-batch's loss.
+    Gradients are added to `.grad` and equal those of the unsplit model on the mean of the
+    micro-batches' losses. Sends never wait, so a stage that is ahead does not hold its neighbour.
+    """
+    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
+    if len(schedule) != last + 1:
+        raise ValueError(
+            f"the schedule has {len(schedule)} stages, expected one a rank ({last + 1})"
+        )
+    device = next((p.device for p in stage.parameters()), None) or torch.device("cpu")
+    num_microbatches = 1 + max(i for _, i, _ in schedule[rank])
+    live: dict[
+        int, tuple[Tensor, Tensor]
+    ] = {}  # micro-batch -> (input, output), until its backward
+    sent: list[tuple[dist.Work, Tensor]] = []  # the tensors must outlive their transfer
+    losses = []
+
+    for kind, i, _ in schedule[rank]:
+        if kind == "F":
+            x = microbatches[i] if rank == 0 else recv_activation(rank - 1, device, group)
+            y = stage(x)
+            if rank == last:
+                y = loss_fn(y, targets[i]) / num_microbatches
+                losses.append(y.detach())
+            else:
+                send_activation(y.detach(), rank + 1, group, sent)
+            live[i] = x, y
+        else:
+            x, y = live.pop(i)  # from here on the activations are free
+            grad = None if rank == last else _recv(torch.empty_like(y), rank + 1, group)
+            y.backward(grad)
+            if rank > 0:
+                _send(x.grad, rank - 1, group, sent)
+    for work, _ in sent:
+        work.wait()
+    return torch.stack(losses).sum() if rank == last else None
+
+
+def send_activation(y: Tensor, peer: int, group, sent: list) -> None:
+    """Its shape first, since the next stage can't know it, then the activation itself."""
+    header = torch.tensor([_DTYPES.index(y.dtype), y.dim(), *y.shape], dtype=torch.int64)
+    header = torch.nn.functional.pad(header, (0, _HEADER - len(header)))
+    _send(header.to(y.device), peer, group, sent)
+    _send(y, peer, group, sent)
+
+
+def recv_activation(peer: int, device: torch.device, group) -> Tensor:
+    """The activation of the stage before, as a leaf that collects its gradient."""
+    header = _recv(torch.empty(_HEADER, dtype=torch.int64, device=device), peer, group).tolist()
+    shape = header[2 : 2 + header[1]]
+    x = torch.empty(shape, dtype=_DTYPES[header[0]], device=device)
+    return _recv(x, peer, group).requires_grad_()
+
+
+def _send(x: Tensor, peer: int, group, sent: list) -> None:
+    x = x.contiguous()
+    sent.append((dist.isend(x, group=group, group_dst=peer), x))
+
+
+def _recv(x: Tensor, peer: int, group) -> Tensor:
+    dist.recv(x, group=group, group_src=peer)
+    return x
+
+
+def sync_tied_embeddings_(
+    first_weight: nn.Parameter | None,
+    last_weight: nn.Parameter | None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Sum the gradients of an embedding that the first and the last stage both hold.
+
+    Call it after backward. Ranks that hold neither pass None twice; where one rank holds one
+    Parameter as both, autograd has summed it already.
+    """
+    if first_weight is not None and first_weight is last_weight:
+        return
+    held = [w for w in (first_weight, last_weight) if w is not None]
+    for w in held:
+        if w.grad is None:
+            w.grad = torch.zeros_like(w)
+    if len(held) == 2:  # two copies on one rank
+        total = first_weight.grad + last_weight.grad
+        first_weight.grad, last_weight.grad = total, total.clone()
+        return
+    owner = _owners(first_weight, last_weight, group)
+    if not held or None in owner:
+        return
+    weight = held[0]
+    peer = owner[1] if weight is first_weight else owner[0]
+    theirs = torch.empty_like(weight.grad)
+    mine = weight.grad.contiguous()
+    ops = [
+        dist.P2POp(dist.isend, mine, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    weight.grad = mine + theirs
+
+
+def _owners(first, last, group) -> tuple[int | None, int | None]:
+    """The ranks of the group that hold the first and the last copy."""
+    flags: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(flags, (first is not None, last is not None), group=group)
+    firsts = [r for r, (f, _) in enumerate(flags) if f]
+    lasts = [r for r, (_, la) in enumerate(flags) if la]
+    return (firsts[0] if firsts else None), (lasts[0] if lasts else None)
