@@ -52,7 +52,7 @@ def examine(answers: Answers, chapter: int, exercise: str, deadline: float) -> E
     ours, theirs = context.Pipe(duplex=False)
     printed, output = context.Pipe(duplex=False)
     os.set_blocking(printed.fileno(), False)
-    began = time.monotonic()
+    began = time.monotonic() + START  # the first start waits until the server has imported torch
     scratch = tempfile.mkdtemp(prefix="shardbook-check-")
     args = (theirs, output, answers, chapter, exercise, deadline, scratch)
     child = context.Process(target=_child, args=args)
@@ -86,12 +86,15 @@ def examine(answers: Answers, chapter: int, exercise: str, deadline: float) -> E
                     return Examined(found)
                 if kind == "trouble":
                     return Examined(found, found.properties[0].detail)
+                if kind == "started":
+                    began = time.monotonic()
+                    continue
                 _drain(printed)
                 loaded, flood = True, 0  # what the file printed on its own is not the answer's
             elif child.sentinel in ready and not ours.poll(0.2):  # no last words in the pipe
                 why = _ending(child.exitcode)
                 break
-        seconds = time.monotonic() - began
+        seconds = max(0.0, time.monotonic() - began)
         if not loaded:
             return Examined(unusable(exercise, f"loading it {why}", seconds), f"loading it {why}")
         wrong = [Property("ends, prints little and leaves its process alone", False, f"it {why}")]
@@ -120,6 +123,7 @@ def _drain(pipe) -> int:
 
 
 _NEVER = os.pipe()  # nobody writes into it
+START = 300  # seconds
 FLOOD = 1_000_000  # bytes an answer may print while it is examined
 
 
@@ -147,6 +151,7 @@ def _child(
 ) -> None:
     """Runs in the process of the answer."""
     began = time.monotonic()
+    pipe.send(("started", None))
     if FORKS:
         from multiprocessing import forkserver
 
