@@ -88,8 +88,12 @@ def too_few(local_world_size: int) -> str:
     count = 0 if kind == "cpu" else torch.accelerator.device_count()
     if kind == "cpu" or local_world_size <= count:
         return ""
-    devices = f"only {count} {kind} devices" if count > 1 else f"only one {kind} device"
-    return f"{local_world_size} ranks but {devices}: the ranks run on the cpu with gloo"
+    devices = f"{count} {kind} devices" if count > 1 else f"one {kind} device"
+    # The first words are constant: tests that compare outputs ignore the warning by them.
+    return (
+        f"More ranks than devices ({local_world_size} ranks, {devices}): "
+        "the ranks run on the cpu and talk through gloo"
+    )
 
 
 def describe() -> str:
