@@ -54,7 +54,7 @@ class _Loose(nn.Module):
 
 def _loose_gradient(p: Tensor, name: str, rank: int) -> Tensor:
     seed = 100 * (rank + 1) + len(name)
-    return (random(*p.shape, seed=seed).to(p.dtype).to(p.device) + rank).expand_as(p)
+    return (random(p.numel(), seed=seed).view(p.shape).to(p.dtype) + rank).to(p.device)
 
 
 def _averaged(answer, missing: bool, group=None, rank=None):
