@@ -215,11 +215,14 @@ def _describe(name: str, args: tuple) -> tuple[Call, set[int]]:
     return call, {x.data_ptr() for x in tensors if x.numel()}
 
 
+_PASSED = ("torch", "shardbook.calls", "typing_extensions", "functools", "contextlib")
+
+
 def _caller() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "shardbook.calls")) and name != "torch":
+        if not name.startswith("torch.") and name not in _PASSED:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -78,6 +78,7 @@ class Rank:
         self.died: str | None = None
         self.calls: dict[int, Entry] = {}  # issued and not known to be done
         self.waiting: dict[int, Entry] = {}
+        self.last_wait: Entry | None = None
         self._at, self._tail = 0, b""
 
     def read(self, ledger: "Ledger") -> bool:
@@ -101,7 +102,7 @@ class Rank:
             elif kind == "W":
                 number = int(fields[0])
                 if number in self.calls:
-                    self.waiting[number] = self.calls[number]
+                    self.waiting[number] = self.last_wait = self.calls[number]
             elif kind == "D":
                 entry = self.calls.pop(int(fields[0]), None)
                 self.waiting.pop(int(fields[0]), None)
@@ -301,15 +302,15 @@ def hang(ranks: list[Rank], ledger: Ledger, stacks: dict[int, str], limit: str) 
 def _doing(rank: Rank, ledger: Ledger, stacks: dict[int, str]) -> str:
     if rank.died is not None:
         return rank.died
-    if rank.finished:
-        return "has returned"
-    if rank.waiting:
-        entry = next(iter(rank.waiting.values()))
-        return f"waits in {entry.name(ledger.world_size)}{_where(entry.where)}"
+    if rank.returned:
+        return "returned"
+    entry = rank.last_wait if rank.finished else next(iter(rank.waiting.values()), None)
+    if entry is not None:
+        return f"waiting in {entry.name(ledger.world_size)}{_where(entry.where)}"
     if not rank.started:
-        return "has not started"
+        return "not started"
     at = stacks.get(rank.rank)
-    return f"is at {at}" if at else "is still running"
+    return f"at {at}" if at else "still running"
 
 
 def _grouped(said: dict[int, str]) -> list[str]:
@@ -346,6 +347,13 @@ def _innermost(frames: list[tuple]) -> str:
 
 def _internal(file: str) -> bool:
     return file.startswith((_TORCH, "<frozen")) or file in _OURS
+
+
+def lost_connection(error: BaseException) -> bool:
+    """What gloo raises on the ranks that talked to one that has died."""
+    return isinstance(error, RuntimeError) and bool(
+        re.search(r"Connection (closed|reset) by peer|Broken pipe", str(error))
+    )
 
 
 def raised(name: str, error: BaseException, frames: list[tuple]) -> str:

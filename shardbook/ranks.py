@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -142,7 +143,7 @@ _said: set[str] = set()
 def _say_once(text: str) -> None:
     if text and text not in _said:
         _said.add(text)
-        print(text)
+        warnings.warn(text, stacklevel=3)
 
 
 def _defaults() -> dict[str, str]:
@@ -213,8 +214,8 @@ class _End:
 
     message: str = ""
     hung: bool = False
-    deaths: dict[int, str] = dataclasses.field(default_factory=dict)
-    others: list[str] = dataclasses.field(default_factory=list)
+    ranks: list[diagnose.Rank] = dataclasses.field(default_factory=list)
+    ledger: diagnose.Ledger | None = None
 
 
 def _watch(processes: list, folder: str, timeout: float, tail: output.Tail | None) -> _End | None:
@@ -253,10 +254,7 @@ def _watch(processes: list, folder: str, timeout: float, tail: output.Tail | Non
         if bad:
             failed = failed or now
             if settled or now - failed > _GRACE:
-                return _End(
-                    deaths={r.rank: r.died for r in bad if not r.finished},
-                    others=diagnose.states(ranks, ledger, {r.rank for r in bad}),
-                )
+                return _End(ranks=ranks, ledger=ledger)
         elif settled:
             return _End(diagnose.hang(ranks, ledger, {}, ""), hung=True)
         started = started or (now if any(r.started for r in ranks) else None)
@@ -338,16 +336,20 @@ def _error(end: _End, found: dict[int, tuple]) -> RankError:
     causes = {r: value for r, (kind, value, _) in found.items() if kind == "error"}
     if end.message:
         return RankError(end.message, causes, end.hung)
+    deaths = {r.rank: r.died for r in end.ranks if r.died is not None and r.rank not in found}
     said: dict[str, list[int]] = {}
-    for r, (kind, value, more) in found.items():
+    for r in range(len(end.ranks)):
+        kind, value, more = found.get(r, ("death", deaths.get(r), None))
+        if kind == "error" and deaths and diagnose.lost_connection(value):
+            continue  # an effect of a rank's end, which some ranks notice and others don't
         if kind == "error":
-            said.setdefault(diagnose.raised(more[0], value, more[1]), []).append(r)
-        elif kind == "unsendable":
+            value = diagnose.raised(more[0], value, more[1])
+        if kind != "value" and value is not None:
             said.setdefault(value, []).append(r)
-    for r, text in end.deaths.items():
-        said.setdefault(text, []).append(r)
-    lines = [f"{output.ranks_text(who)} {text}" for text, who in said.items()]
+    lines = [f"{output.ranks_text(ranks)} {text}" for text, ranks in said.items()]
     unwritten = [isinstance(e, NotImplementedError) for e in causes.values()]
-    if unwritten and all(unwritten) and not end.deaths:
+    if unwritten and all(unwritten) and not deaths:
         return NotWritten("\n".join(lines), causes)
-    return RankError("\n".join(lines + end.others), causes)
+    told = {r for ranks in said.values() for r in ranks}
+    lines += diagnose.states(end.ranks, end.ledger, leave_out=told)
+    return RankError("\n".join(lines), causes)

@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 import types
+import warnings
 from collections import ChainMap
 from datetime import timedelta
 from typing import ClassVar
@@ -59,6 +60,7 @@ def main(local_rank: int, folder: str) -> None:
     log = _Log(f"{folder}/calls-{local_rank}")
     log.write("S", os.getpid())
     _end_with_parent()
+    warnings.formatwarning = lambda message, kind, *_, **__: f"{kind.__name__}: {message}\n"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the notebook's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with open(f"{folder}/stack-{local_rank}", "w") as stack:
@@ -102,9 +104,7 @@ def _attempt(job: dict, local_rank: int, log: "_Log") -> tuple[str, bytes]:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         what = f"returned {_kind(value)}, which can't be sent back ({reason}); "
         what += "return tensors, numbers or lists"
-        return "unsendable", dumps(
-            ("unsendable", what, None)
-        )
+        return "unsendable", dumps(("unsendable", what, None))
 
 
 def _kind(value) -> str:
