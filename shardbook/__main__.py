@@ -69,7 +69,7 @@ def check(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the verdicts as a JSON list")
     parser.add_argument(
-        "--timeout", type=float, default=60, help="seconds for each exercise (default 60)"
+        "--timeout", type=float, default=120, help="seconds for each exercise (default 120)"
     )
     args = parser.parse_args(argv)
     number = args.chapter[:2]

@@ -1,0 +1,66 @@
+#!/bin/sh
+# Make .venv and install the book into it: `sh tools/install.sh lab|test|bench`. Does nothing, and
+# needs no network, if that was done for this folder and this pyproject.toml.
+set -u
+kind=${1:-lab}
+case $kind in
+  lab) extras="" enough="lab test bench" ;;
+  test) extras="[test]" enough="test bench" ;;
+  bench) extras="[test,bench]" enough="bench" ;;
+  *) echo "usage: sh tools/install.sh lab|test|bench" >&2; exit 2 ;;
+esac
+
+say() { printf '%s\n' "shardbook: $*" >&2; }
+
+wanted="$PWD $(cksum < pyproject.toml)"
+for done in $enough; do
+  if [ "$(cat ".venv/shardbook-$done" 2>/dev/null)" = "$wanted" ] &&
+    .venv/bin/python -c "" 2>/dev/null; then
+    exit 0
+  fi
+done
+
+if ! [ -w . ] || { [ -e .venv ] && ! [ -w .venv ]; }; then
+  say "$PWD can't be written to, and the environment goes into $PWD/.venv."
+  say "Copy or clone the repository into a folder of yours and run make there."
+  exit 1
+fi
+
+# The first Python that is new enough; PYTHON=/path/to/python make lab chooses another.
+python=""
+tried=""
+for name in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python}; do
+  found=$(command -v "$name" 2>/dev/null) || continue
+  version=$("$found" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
+  if "$found" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    python=$found
+    break
+  fi
+  tried="$tried $name is $version;"
+done
+if [ -z "$python" ]; then
+  say "Python 3.11 or newer is needed, and none was found${tried:+ (${tried# })}."
+  say "Install one (python.org, apt install python3 python3-venv, brew install python, conda), or"
+  say "name yours: PYTHON=/path/to/python3 make lab. env.yml makes an environment with conda."
+  exit 1
+fi
+
+if ! [ -x .venv/bin/python ] || ! .venv/bin/python -m pip --version > /dev/null 2>&1 ||
+  [ "$(cat .venv/shardbook-home 2>/dev/null || echo "$PWD")" != "$PWD" ]; then
+  say "making .venv with $python"
+  if ! "$python" -m venv --clear .venv; then
+    say "$python could not make a virtual environment. On Debian and Ubuntu it is a package of its"
+    say "own: apt install python3-venv. A full disk stops it too: torch and JupyterLab take 2 GB."
+    exit 1
+  fi
+fi
+echo "$PWD" > .venv/shardbook-home
+
+say "installing into .venv: minutes the first time, most of them for torch"
+if ! .venv/bin/python -m pip install --disable-pip-version-check --quiet -e ".$extras"; then
+  say "pip could not install the packages; its own message is above. Without a network, it needs"
+  say "wheels on disk (pip's find-links); behind a proxy, set https_proxy. Then run make again: what"
+  say "was downloaded is kept."
+  exit 1
+fi
+echo "$wanted" > ".venv/shardbook-$kind"
