@@ -116,7 +116,7 @@ def tiny_lm(seed: int = 0, **sizes) -> TinyLM:
 def counting_batch(
     step: int, batch: int = 4, seq: int = 64, vocab: int = 64
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [B, S] of (start + k i) mod vocab; start and k (1 to 4) drawn from the step.
+    """Tokens and targets [B, S] of (start + k i) mod vocab, start and k (1 to 4) drawn by step.
 
     On the CPU, so that every rank can draw the same batch and keep its part.
     """
