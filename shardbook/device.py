@@ -106,12 +106,12 @@ def describe() -> str:
             why = f"no CUDA device, and no NPU: {npu_reason}"
         else:
             why = "torch_npu is loaded and sees no NPU"
-        return f"This notebook runs on the CPU, its ranks talk through gloo ({why})."
+        return f"The labs run on the CPU and their ranks talk through gloo ({why})."
     count = torch.accelerator.device_count()
     name = _name(where)
     return (
-        f"This notebook runs on {where} ({name}), one of {count}; "
-        f"its ranks talk through {backend()}."
+        f"The labs run on {where} ({name}), one of {count}, "
+        f"and their ranks talk through {backend()}."
     )
 
 
