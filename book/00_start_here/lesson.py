@@ -1,0 +1,161 @@
+# %% [markdown]
+# # Start here
+#
+# shardbook takes you from the strides of a tensor to training and serving a model over many
+# devices, on Ascend NPUs, CUDA GPUs or a laptop's CPU. You run real ranks in a cell, see what they
+# did in a trace under it, write each piece yourself, and a check tells whether it holds.
+#
+# This page takes ten minutes: a first run on four ranks, the map, how labs work, your progress, and
+# the device you are on.
+
+# %% [markdown]
+# ## A training step on four ranks
+#
+# Run the two cells below: click into the first and press Shift+Enter twice. `sb.run` starts four
+# processes, each a *rank* with `torch.distributed` ready. Each of them trains the same tiny
+# language model on its own quarter of a batch, and they average their gradients.
+
+# %%
+import shardbook as sb
+
+import torch.distributed as dist
+
+from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+
+
+def step():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = tiny_lm().to(sb.device())  # the same weights on every rank
+    tokens, targets = counting_batch(step=0)  # [4, 64] each, the same on every rank
+    mine = slice(rank, rank + 1)  # this rank's sequence of the batch
+    with sb.mark("forward and backward"):
+        logits = model(tokens[mine].to(sb.device()))  # [1, 64, vocab]
+        loss = token_loss(logits, targets[mine].to(sb.device()))
+        loss.backward()
+    with sb.mark("average the gradients"):
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, averaged over {world} ranks")
+    return round(model.head.weight.grad.norm().item(), 4)
+
+
+result = sb.run(step, world_size=4, trace=True)
+print("norm of one gradient, by rank:", result.values)
+
+# %% [markdown]
+# The gradient has the same norm on every rank: they would all take the same step. And this is what
+# they did, a lane for each rank. Click the picture, then zoom with the wheel, drag to move, and
+# click a slice to read what it is.
+
+# %% tags=["nbval-ignore-output"]
+result.trace
+
+# %% [markdown]
+# Each rank's modules nest as the model does, forward and then backward; the slices named
+# `all_reduce` are the ranks talking. *Open in Perfetto* under the picture shows the same trace in a
+# full-screen tool, from this machine, without a network. If you see a still picture only, the
+# notebook is not trusted yet: run the cell, or use *Trust Notebook* from the command palette.
+
+# %% [markdown]
+# ## The map
+#
+# A chapter is a lesson you read and run, a lab in which you write the pieces, and a solution.
+# Chapter *n* uses only what chapters before it taught.
+#
+# | chapter | you will write |
+# |---|---|
+# | **foundations** | |
+# | [11 · tensors](11_tensors.ipynb) | strides, views, shards, patches, windows |
+# | [12 · tracing a model](12_tracing.ipynb) | a module tracer, a Chrome trace, a parameter table |
+# | [13 · communication](13_communication.ipynb) | ring and tree collectives from send and recv |
+# | **training in parallel** | |
+# | [21 · data parallel](21_data_parallel.ipynb) | gradient buckets, ZeRO, sharded parameters |
+# | [22 · tensor parallel](22_tensor_parallel.ipynb) | column and row layers, attention, vocabulary, sequence |
+# | [23 · pipeline parallel](23_pipeline_parallel.ipynb) | GPipe, 1F1B, interleaved schedules, a runner |
+# | [24 · context parallel](24_context_parallel.ipynb) | ring attention, zigzag, Ulysses |
+# | [25 · expert parallel](25_expert_parallel.ipynb) | routing, capacity, dispatch and combine |
+# | **attention and serving** | |
+# | [31 · flash attention](31_flash_attention.ipynb) | online softmax, tiles, the backward pass |
+# | [32 · KV cache](32_kv_cache.ipynb) | the cache, cached attention, generation |
+# | **models** | |
+# | [43 · diffusion](43_diffusion.ipynb) | a diffusion transformer, flow matching, sampling |
+# | [44 · DiT port](44_dit_port.ipynb) | 3-D rotary embedding, tensor and sequence parallel DiT |
+#
+# New to tensors of many dimensions: start at 11. Fluent in PyTorch and here to shard a model: read
+# 13, then 21 and 22. Porting CUDA code to NPUs: 13, then 44.
+
+# %% [markdown]
+# ## How a lab works
+#
+# A lab gives the signature and what the function must do; its body is yours. Run the cell under it
+# to check what you wrote, as often as you like. Here is an exercise and a wrong answer to it:
+
+# %%
+from shardbook.checks import tensors as check
+
+
+def merge_heads(x):
+    """[B, H, S, D] -> contiguous [B, S, H*D]."""
+    return x.reshape(x.shape[0], x.shape[2], -1)
+
+
+check.merge_heads(merge_heads)
+
+# %% [markdown]
+# Every line is a property the answer must have, and the hint belongs to the first that fails. A
+# check compares with something computed another way, counts the bytes that were sent where that
+# matters, and tries sizes that don't divide.
+#
+# An exercise you have not written yet says so and nothing else, so a lab can be run from top to
+# bottom at any time:
+
+
+# %%
+def split_heads(x, num_heads):
+    """[B, S, H*D] -> [B, H, S, D]."""
+    raise NotImplementedError("exercise 1: split_heads is not written yet")
+
+
+check.split_heads(split_heads)
+
+# %%
+split_heads(None, 2)
+
+# %% [markdown]
+# Before you measure something, you predict it. A prediction that fails teaches more than a number
+# that is read off:
+
+# %%
+predicted = 4 * 64 * 64  # a batch of 4, 64 tokens, an embedding of 64
+sb.predict("values in the embedded batch", predicted, tiny_lm().embed(counting_batch(0)[0]).numel())
+
+# %% [markdown]
+# The same checks run in a terminal, on a Python file or a notebook of yours:
+# `python -m shardbook check 11 labs/11_tensors.ipynb`.
+
+# %% [markdown]
+# ## My progress
+#
+# What you passed in the labs, and with `python -m shardbook check`. Run the cell to see where you
+# are.
+
+# %% tags=["nbval-ignore-output"]
+from shardbook import progress
+
+print(progress.table())
+
+# %% [markdown]
+# ## My device
+#
+# Labs never name a device: they ask `sb.device()`, and `sb.backend()` for what its ranks talk
+# through. This is yours, and why it is no other. With fewer accelerators than ranks, the ranks run
+# on the CPU; everything works there, at sizes that fit.
+
+# %% tags=["nbval-ignore-output"]
+from shardbook.device import describe
+
+print(describe())
+
+# %% [markdown]
+# Next: [11 · tensors](11_tensors.ipynb).
