@@ -1,7 +1,7 @@
 """shardbook: run real ranks in a cell, see their trace, check what you wrote."""
 
 from .device import backend, device  # isort: skip  (first: it must come before torch)
-from . import lab
+from . import lab, magic
 from .lab import predict
 from .ranks import NotWritten, RankError, Result, run
 from .trace import Trace, mark, pace, show
@@ -9,6 +9,7 @@ from .trace import Trace, mark, pace, show
 from . import trace  # isort: skip  (a module that can be called: sb.trace(model))
 
 lab.install()  # in IPython only
+magic.install()
 
 __all__ = [
     "NotWritten",

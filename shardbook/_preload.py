@@ -6,7 +6,7 @@ import torch.distributed
 import torch.distributed._functional_collectives
 import torch.distributed.nn.functional
 
-from . import calls, device, ranks, worker
+from . import calls, device, magic, ranks, worker
 
 calls.install()
-__all__ = ["calls", "cloudpickle", "device", "ranks", "torch", "worker"]
+__all__ = ["calls", "cloudpickle", "device", "magic", "ranks", "torch", "worker"]

@@ -1,0 +1,95 @@
+"""The cell magic ``%%ranks 4``: run a cell's body on every rank."""
+
+import ast
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .device import device
+from .ranks import run
+
+USAGE = "%%ranks [number of ranks] [--trace] [--timeout SECONDS]"
+
+
+def install() -> None:
+    """Make ``%%ranks`` known, if this is IPython."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is not None:
+        shell.register_magic_function(ranks, "cell", "ranks")
+
+
+def ranks(line: str, cell: str) -> Any:
+    """``%%ranks [number of ranks] [--trace] [--timeout SECONDS]`` runs the cell on every rank.
+
+    The body finds `rank`, `world_size`, `device`, `torch`, `dist` and the names of the notebook it
+    uses. What it assigns stays on the ranks; a last expression is printed. With --trace the cell
+    shows the trace of all ranks.
+    """
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    world_size, trace, timeout = options(line)
+    source = "\n" + shell.transform_cell(cell)  # the magic's own line is the cell's first
+    name = shell.compile.cache(source)
+    code = compile(_print_last(ast.parse(source, name)), name, "exec")
+    names = {n: shell.user_ns[n] for n in sorted(set(_names(code))) if n in shell.user_ns}
+    result = run(_body, code, names, world_size=world_size, timeout=timeout, trace=trace)
+    return result.trace
+
+
+def options(line: str) -> tuple[int, bool, float]:
+    """(ranks, trace, timeout) of the magic's line; ValueError with the usage if it has others."""
+    world_size, trace, timeout = 4, False, 60.0
+    words = shlex.split(line)
+    try:
+        while words:
+            word = words.pop(0)
+            if word == "--trace":
+                trace = True
+            elif word == "--timeout":
+                timeout = float(words.pop(0))
+            else:
+                world_size = int(word)
+    except (ValueError, IndexError):
+        raise ValueError(f"%%ranks {line}: expected {USAGE}") from None
+    return world_size, trace, timeout
+
+
+def _print_last(tree: ast.Module) -> ast.Module:
+    if tree.body and isinstance(tree.body[-1], ast.Expr):
+        last = tree.body[-1]
+        show = ast.Name("_show", ast.Load())
+        last.value = ast.copy_location(ast.Call(show, [last.value], []), last.value)
+        ast.fix_missing_locations(last)
+    return tree
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _show(value: Any) -> None:
+    if value is not None:
+        print(repr(value))
+
+
+def _body(code: types.CodeType, names: dict) -> None:
+    given = {
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "device": device(),
+        "torch": torch,
+        "dist": dist,
+        "_show": _show,
+        "__name__": "__main__",
+    }
+    exec(code, names | given)
