@@ -1,22 +1,25 @@
 """Note what this rank does, at a few microseconds a module call; nothing is built until asked.
 
-``nn.Module.__call__`` is wrapped while a trace is open, so hooks of the model's own (FSDP, tensor
-parallel) lie inside its slices. The backward of a module shows through pre-hooks on the autograd
-nodes of its inputs and outputs. Unlike a module's backward hook these wrap no tensor, so in-place
-operations, views and checkpointing work as they do untraced.
+``nn.Module._call_impl`` is wrapped while a trace is open, so hooks of the model's own (FSDP, tensor
+parallel) lie inside its slices. When backward begins, pre-hooks go on the autograd nodes at which
+it will pass from one module to the next. Unlike a module's backward hook these wrap no tensor, so
+in-place operations, views and checkpointing work as they do untraced.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import functools
+import operator
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from .. import calls
 from .merge import Trace
@@ -24,61 +27,53 @@ from .timeline import RankTrace
 
 _active: tuple["Recorder", ...] = ()
 _lock = threading.Lock()
-_module_call = nn.Module.__call__
+_module_call = nn.Module._call_impl
+_engine = torch.autograd.graph._engine_run_backward
 _sequence_nr = torch._C._autograd._get_sequence_nr  # the number the next autograd node will get
 _graph_task = torch._C._current_graph_task_id
 _now = time.monotonic_ns
 _thread = threading.get_ident
 
-SAMPLE_NS = 1_000_000
-"""Memory is sampled at most once a millisecond, so that it costs nothing next to the model."""
+SAMPLE_NS = 5_000_000
+"""Memory is sampled at most every 5 ms, so that it costs nothing next to the model."""
+
+LAST_NODE = 2**62
+"""Nodes that accumulate a parameter's gradient have the number 2**64 - 1: they run at once."""
 
 MOST = 64
 """Tensors noted of one list of arguments."""
 
 
-def _traced_call(module, *args, **kwargs):
-    if torch.compiler.is_compiling():
-        return _module_call(module, *args, **kwargs)
-    opened = [(r, r.enter(module, args, kwargs)) for r in _active]
-    result = error = None
-    try:
-        result = _module_call(module, *args, **kwargs)
-        return result
-    except BaseException as e:
-        error = type(e).__name__
-        raise
-    finally:
-        for recorder, record in reversed(opened):
-            if record is not None:
-                recorder.leave(record, result, error)
-
-
 def _activate(recorder: "Recorder", on: bool) -> None:
+    """Wrap what every module call and every backward passes, for the recorders that are open."""
     global _active
     with _lock:
         _active = tuple(r for r in _active if r is not recorder) + ((recorder,) if on else ())
-        nn.Module.__call__ = _traced_call if _active else _module_call
+        call, engine = _module_call, _engine
+        for r in _active:  # built anew, so that traces may end in any order
+            call, engine = r.wrap(call), r.wrap_engine(engine)
+        nn.Module._call_impl = call
+        torch.autograd._engine_run_backward = engine
+        torch.autograd.graph._engine_run_backward = engine
 
 
-def describe(value: Any, found: list[Tensor]) -> Any:
-    """(shape, dtype) of every tensor, nesting kept, None for what is no tensor; found gets them."""
+def describe(value: Any) -> Any:
+    """(shape, dtype) of every tensor, nesting kept, None for what is no tensor."""
+    if type(value) is Tensor:
+        return (value.shape, value.dtype)
     if isinstance(value, Tensor):
-        found.append(value)
-        if type(value) is Tensor:
-            return (value.shape, value.dtype)
         placements = getattr(value, "placements", None)  # a DTensor
         if placements is None:
             return (value.shape, value.dtype)
         local = value._local_tensor.shape
         return (value.shape, value.dtype, local, " ".join(map(str, placements)))
     if isinstance(value, (list, tuple)):
-        return [d for v in value[:MOST] if (d := describe(v, found)) is not None] or None
+        return [d for v in value[:MOST] if (d := describe(v)) is not None] or None
     if isinstance(value, dict):
-        named = {str(k): describe(v, found) for k, v in list(value.items())[:MOST]}
+        named = {str(k): describe(v) for k, v in list(value.items())[:MOST]}
         return {k: d for k, d in named.items() if d is not None} or None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return describe(vars(value), found) if hasattr(value, "__dict__") else None
+        return describe(vars(value)) if hasattr(value, "__dict__") else None
     return None
 
 
@@ -94,15 +89,17 @@ class Recorder:
         self.records: list[list] = []
         self.marks: list[tuple] = []
         self.fires: list[tuple] = []
-        self.backward_ends: dict[int, int] = {}
+        self.runs: list[list[int]] = []
         self.memory: list[tuple[int, int]] = []
-        self.watched: set[tuple[int, int]] = set()
+        self.bounds: dict[int, list[int]] = {}  # thread -> first and last nodes of module calls
+        self.bounded = 0  # records that are in bounds
+        self.seen: dict[int, set[int]] = {}  # thread -> nodes looked at
         self.handles: list = []
         self.calls: list[calls.Call] = []
         self.flops: list[tuple] | None = [] if flops else None
         self.label: dict[str, int] = {}
         self.main = _thread()
-        self.sampled = 0
+        self.sample_at = 0
         self.open = False
         self.events = _device_events()
         self.read_memory, self.memory_name = _memory_reader()
@@ -119,73 +116,108 @@ class Recorder:
                 self.modules[known] = (full, module)  # met alone first, now inside its parent
         return self.index[id(model)]
 
-    # The four methods below run at every call: they only note.
+    def wrap(self, call: Callable) -> Callable:
+        """A Module._call_impl that notes, then does what `call` does.
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> list | None:
-        index = self.index.get(id(module))
-        if index is None:
-            if not self.discover:
-                return None
-            index = self.register(module)
-        found: list[Tensor] = []
-        inputs = describe(args, found) or []
-        if kwargs and (named := describe(kwargs, found)):
-            inputs = [*inputs, named]
-        if found and torch.is_grad_enabled():
-            self.watch(found)
-        device = self.events() if self.events else None
-        record = [index, _thread(), 0, None, _sequence_nr(), 0, inputs, None, None, device, None]
-        self.records.append(record)
-        record[2] = _now()
-        return record
+        This runs between kernels that have emptied the caches, where every line of memory touched
+        counts: hence one function and local names.
+        """
+        index, records, events = self.index.get, self.records.append, self.events
+        compiling = torch.compiler.is_compiling
 
-    def leave(self, record: list, result: Any, error: str | None) -> None:
-        record[3] = now = _now()
-        found: list[Tensor] = []
-        record[7] = describe(result, found)
-        record[5] = _sequence_nr()
-        record[8] = error
-        if self.events:
-            record[10] = self.events()
-        if found and self.open and torch.is_grad_enabled():
-            self.watch(found)
-        if now - self.sampled > SAMPLE_NS:
-            self.sample(now)
-
-    def watch(self, tensors: list[Tensor]) -> None:
-        """Be told when backward reaches the nodes that made these tensors, each once."""
-        thread = _thread()
-        for tensor in tensors:
+        def traced(module, *args, **kwargs):
+            i = index(id(module))
+            if (i is None and not self.discover) or compiling() or not self.open:
+                return call(module, *args, **kwargs)
+            if i is None:
+                i = self.register(module)
+            inputs = [d for v in args[:MOST] if (d := describe(v)) is not None]
+            if kwargs and (named := describe(kwargs)):
+                inputs.append(named)
+            # the fields of timeline.RECORD
+            record = [i, _thread(), 0, None, _sequence_nr(), 0, inputs, None, None, None, None]
+            records(record)
+            if events:
+                record[9] = events()
+            record[2] = _now()
             try:
-                node = tensor.grad_fn
-            except RuntimeError:  # a view that autograd refuses to differentiate
-                continue
+                result = call(module, *args, **kwargs)
+            except BaseException as error:
+                record[3], record[5] = _now(), _sequence_nr()
+                record[8] = type(error).__name__
+                raise
+            record[3] = now = _now()
+            record[5] = _sequence_nr()
+            if events:
+                record[10] = events()
+            record[7] = describe(result)
+            if now > self.sample_at:
+                self.sample(now)
+            return result
+
+        return traced
+
+    def wrap_engine(self, engine: Callable) -> Callable:
+        """An autograd engine that notes when backward begins, changes module and ends."""
+
+        def run(outputs, *args, **kwargs):
+            if torch.compiler.is_compiling() or not self.open:
+                return engine(outputs, *args, **kwargs)
+            self.watch(outputs)
+            span = [_now(), 0]
+            self.runs.append(span)
+            try:
+                return engine(outputs, *args, **kwargs)
+            finally:
+                span[1] = _now()
+
+        return run
+
+    def watch(self, outputs: Sequence) -> None:
+        """Put a pre-hook on each autograd node where backward will pass from module to module.
+
+        Nodes are numbered in order of creation, and a record holds the first and last number of a
+        module call: of the nodes between two such bounds, the first that runs is enough.
+        """
+        thread = _thread()
+        known = self.bounds.setdefault(thread, [])
+        known += [n for r in self.records[self.bounded :] if r[1] == thread for n in r[4:6]]
+        known.sort()
+        self.bounded = len(self.records)
+        seen, found = self.seen.setdefault(thread, set()), []
+        stack = [o.node if isinstance(o, GradientEdge) else o.grad_fn for o in outputs]
+        while stack:
+            node = stack.pop()
             if node is None:
                 continue
-            key = (thread, node._sequence_nr())
-            if key not in self.watched:
-                self.watched.add(key)
-                hook = functools.partial(self.fired, key)
+            number = node._sequence_nr()
+            if number in seen or number > LAST_NODE:
+                continue
+            seen.add(number)
+            found.append((number, node))
+            stack += [n for n, _ in node.next_functions]
+        found.sort(key=operator.itemgetter(0), reverse=True)
+        last = -1
+        for number, node in found:
+            between = bisect.bisect_right(known, number)
+            if between != last:
+                last = between
+                hook = functools.partial(self.fired, (thread, number))
                 self.handles.append(node.register_prehook(hook))
 
-    def fired(self, key: tuple[int, int], grads: tuple) -> None:
+    def fired(self, node: tuple[int, int], grads: tuple) -> None:
+        """Backward has reached a node."""
         if not self.open:
             return
-        task, now = _graph_task(), _now()
+        now = _now()
         device = self.events() if self.events else None
-        self.fires.append((now, key, task, _thread(), device))
-        if task not in self.backward_ends:
-            self.backward_ends[task] = 0
-            done = functools.partial(self.backward_done, task)
-            torch.autograd.Variable._execution_engine.queue_callback(done)
-        if now - self.sampled > SAMPLE_NS:
+        self.fires.append((now, node, _graph_task(), _thread(), device))
+        if now > self.sample_at:
             self.sample(now)
 
-    def backward_done(self, task: int) -> None:
-        self.backward_ends[task] = _now()
-
     def sample(self, now: int) -> None:
-        self.sampled = now
+        """Note the memory in use."""
+        self.sample_at = now + SAMPLE_NS
         self.memory.append((now, self.read_memory()))
 
     def start(self) -> None:
@@ -216,7 +248,7 @@ class Recorder:
             modules=[_module_info(name, module) for name, module in self.modules],
             records=[[*r[:9], device_ms(r[9]), device_ms(r[10])] for r in self.records],
             fires=[(*f[:4], device_ms(f[4])) for f in self.fires],
-            backward_ends=self.backward_ends,
+            runs=self.runs,
             calls=self.calls,
             marks=self.marks,
             memory=self.memory,
@@ -284,25 +316,17 @@ def _module_info(name: str, module: nn.Module) -> dict:
     """Name, type and own parameters; of a DTensor the full shape and this rank's."""
     parameters = {}
     for own, p in module._parameters.items():
-        if p is None or isinstance(p, nn.parameter.UninitializedParameter):
+        if p is None or type(p) is nn.UninitializedParameter:
             continue
-        local, placements = p, getattr(p, "placements", None)
-        if placements is not None:
-            local = p.to_local()
-        parameters[own] = {
-            "id": id(p),
-            "shape": tuple(p.shape),
-            "dtype": p.dtype,
-            "numel": p.numel(),
-            "local_shape": tuple(local.shape),
-            "local_numel": local.numel(),
-            "placements": " ".join(map(str, placements)) if placements is not None else "",
-        }
-    return {"name": name, "type": type(module).__name__, "parameters": parameters} | {
-        key: getattr(module, key)
-        for key in ("in_features", "in_channels", "groups", "kernel_size")
-        if isinstance(getattr(module, key, None), (int, tuple))
-    }
+        shape = local = tuple(p.shape)
+        placed = ""
+        if type(p) is not nn.Parameter and hasattr(p, "placements"):
+            local, placed = tuple(p._local_tensor.shape), " ".join(map(str, p.placements))
+        parameters[own] = {"id": id(p), "shape": shape, "dtype": p.dtype}
+        parameters[own] |= {"local_shape": local, "placements": placed}
+    kind = "linear" if "in_features" in vars(module) else ""
+    kind = "convolution" if "in_channels" in vars(module) else kind
+    return {"name": name, "type": type(module).__name__, "kind": kind, "parameters": parameters}
 
 
 @contextlib.contextmanager

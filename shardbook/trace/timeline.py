@@ -39,7 +39,7 @@ class RankTrace:
     modules: list[dict] = dataclasses.field(default_factory=list)
     records: list[list] = dataclasses.field(default_factory=list)
     fires: list[tuple] = dataclasses.field(default_factory=list)
-    backward_ends: dict[int, int] = dataclasses.field(default_factory=dict)
+    runs: list[list[int]] = dataclasses.field(default_factory=list)  # of backward: [start, end]
     calls: list[Call] = dataclasses.field(default_factory=list)
     marks: list[tuple] = dataclasses.field(default_factory=list)
     memory: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -131,9 +131,13 @@ class RankTrace:
             return found[::-1]
 
         found: list[Slice] = []
-        for task, end in self.backward_ends.items():
-            fires = [f for f in self.fires if f[2] == task]
-            end = max(end, fires[-1][0] + 1)
+        tasks: dict[int, list[tuple]] = {}
+        for fire in self.fires:
+            tasks.setdefault(fire[2], []).append(fire)
+        for fires in tasks.values():
+            begin = fires[0][0]
+            begin, end = max(r for r in self.runs if r[0] <= begin and (r[1] or self.end) >= begin)
+            end = max(end or self.end, fires[-1][0] + 1)
             track = self.track(fires[0][3])
             open_: list[tuple[int, int, Any]] = []  # (visit, start, device ms)
             out: list[Slice] = []
@@ -157,7 +161,7 @@ class RankTrace:
                 close(same, now, device)
                 open_ += [(i, now, device) for i in target[same:]]
             close(0, end, None)
-            out.append(Slice(track, "backward", fires[0][0], end, "backward", {}))
+            out.append(Slice(track, "backward", begin, end, "backward", {}))
             found += reversed(out)  # the enclosing first, where they begin and end together
         return found
 
