@@ -65,12 +65,13 @@ def nanoseconds(value: float | str | None) -> int:
 def complete(events: list[dict]) -> tuple[list[dict], list[dict]]:
     """(complete slices, all other events), times in ns; a B and its E become one X."""
     slices, others, open_ = [], [], defaultdict(list)
-    timed = [{**e, "ts": nanoseconds(e.get("ts"))} for e in events if e["ph"] != "M"]
+    timed = [e | {"ts": nanoseconds(e.get("ts")), "began": e.get("ts")} for e in events]
+    timed = [e for e in timed if e["ph"] != "M"]
     last = max((e["ts"] for e in timed), default=0)
     for e in sorted(timed, key=lambda e: e["ts"]):
         thread = (e.get("pid"), e.get("tid"))
         if e["ph"] == "X":
-            slices.append({**e, "dur": max(0, nanoseconds(e.get("dur")))})
+            slices.append({**e, "dur": max(0, _end(e) - e["ts"])})
         elif e["ph"] == "B":
             open_[thread].append(e)
         elif e["ph"] == "E":
@@ -86,12 +87,20 @@ def complete(events: list[dict]) -> tuple[list[dict], list[dict]]:
     return slices, others + [e for e in events if e["ph"] == "M"]
 
 
+def _end(event: dict) -> int:
+    """Where a slice ends: rounded as a whole, so that nested slices stay nested."""
+    start, length = event["began"] or 0, event.get("dur") or 0
+    if isinstance(start, str) or isinstance(length, str):
+        return event["ts"] + nanoseconds(length)
+    return nanoseconds(start + length)
+
+
 def normalise(trace: dict | list) -> dict:
     """The same trace as Perfetto reads it without loss: see `show`."""
     slices, others = complete(listed(trace))
     timed = [e for e in slices + others if e["ph"] != "M"]
     zero = min((e["ts"] for e in timed), default=0)
-    named = _names(others)
+    named = names(others)
     pids: dict = {}
     for e in timed:
         pids.setdefault(e.get("pid", 0), set()).add(e.get("tid", 0))
@@ -121,10 +130,11 @@ def normalise(trace: dict | list) -> dict:
         if "dur" in e:
             e["dur"] = us(e["dur"])
         e["name"] = str(e.get("name", ""))
+        e.pop("began", None)
     return {"traceEvents": meta + out, "displayTimeUnit": "ms"}
 
 
-def _names(events: list[dict]) -> dict[tuple, str]:
+def names(events: list[dict]) -> dict[tuple, str]:
     """Names of processes and threads from the metadata events."""
     found = {}
     for e in events:

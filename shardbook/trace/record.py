@@ -374,7 +374,8 @@ def _record(recorder: Recorder, result: Trace, python: bool, kernels: bool) -> I
             rank = recorder.stop()
             stack.close()
             for extra in extras:
-                rank.foreign += extra()
+                last = max((e["tid"] for e in rank.foreign), default=0)
+                rank.foreign += [{**e, "tid": e["tid"] + last} for e in extra()]
             result.ranks = [rank]
 
 
