@@ -12,6 +12,7 @@ import inspect
 import numbers
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -193,7 +194,7 @@ def check(exercise: str) -> Callable:
 _CHAPTER = {name: number for number, name in CHAPTERS.items()}
 
 
-def checks_of(module) -> dict[str, Callable]:
+def checks_of(module: ModuleType) -> dict[str, Callable]:
     """``{exercise name: check}`` of a chapter's module, in the order they are written."""
     found = [c for c in vars(module).values() if callable(c) and hasattr(c, "exercise")]
     return {c.exercise: c for c in found}
