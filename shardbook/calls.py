@@ -111,8 +111,11 @@ def _kernel(op, name: str):
         call, addresses = _describe(name, args)
         for listener in list(_listeners):
             listener(call)
+        blocks = name == "monitored_barrier_"  # the others return a Work, which is waited for
         if watch is not None:
             watch("enter", call)
+            if blocks:
+                watch("wait", call)
         call.start_ns = time.monotonic_ns()
         _inside.depth = 1
         try:
@@ -120,6 +123,8 @@ def _kernel(op, name: str):
         finally:
             _inside.depth = 0
             call.end_ns = time.monotonic_ns()
+            if blocks and watch is not None:
+                watch("done", call)
         work = result[-1] if isinstance(result, tuple) else result
         if isinstance(work, torch.ScriptObject):
             work = dist.Work.unbox(work)

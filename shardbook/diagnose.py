@@ -134,7 +134,6 @@ class Ledger:
         self.world_size = world_size
         self.issued: dict[tuple, int] = defaultdict(int)  # collectives of (group, rank)
         self.members: dict[str, tuple[int, ...]] = {}
-        self.last: dict[tuple, Entry] = {}
         self.open: dict[tuple, dict[int, Entry]] = defaultdict(dict)  # (group, index) -> by rank
         self.channel: dict[tuple, dict[str, int]] = defaultdict(lambda: {"send": 0, "recv": 0})
         self.unmet: dict[tuple, Entry] = {}  # sends and receives whose other end is not there yet
@@ -150,7 +149,6 @@ class Ledger:
         self.members[entry.group] = entry.members
         entry.index = self.issued[key]
         self.issued[key] += 1
-        self.last[key] = entry
         met = self.open[entry.group, entry.index]
         met[entry.rank] = entry
         if not self.bad and any(difference(other, entry) for other in met.values()):
@@ -192,6 +190,13 @@ class Ledger:
                 return []
             return [entry.peer]
         return [r for r in entry.members if self.issued[entry.group, r] <= entry.index]
+
+    def abandoned(self, ranks: list[Rank]) -> bool:
+        """Whether a collective has been entered that a rank which has returned never entered."""
+        returned = {r.rank for r in ranks if r.returned}
+        return bool(returned) and any(
+            returned & set(self.missing(e)) for met in self.open.values() for e in met.values()
+        )
 
     def mismatch(self) -> str | None:
         """The first calls that meet and don't fit, in words."""
@@ -267,6 +272,8 @@ def hang(ranks: list[Rank], ledger: Ledger, stacks: dict[int, str], limit: str) 
     """Why the run does not end, who waits for whom, and where the others are."""
     doing = {r.rank: _doing(r, ledger, stacks) for r in ranks}
     waits = [e for r in ranks for e in r.waiting.values() if ledger.missing(e)]
+    if not waits:  # DDP waits in C++, unseen: what it waits for is at least open
+        waits = [e for r in ranks for e in r.calls.values() if ledger.missing(e) and not e.p2p]
     collectives = [e for e in waits if not e.p2p]
     if collectives:
         first = min(collectives, key=lambda e: (e.index, e.rank))

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from . import calls, diagnose, worker
-from .device import backend, set_rank_device
+from .device import backend, set_rank_device, too_few
 
 
 def run(
@@ -25,7 +25,10 @@ def run(
     from .ranks import NotWritten, RankError, Result, merge_traces
 
     if not dist.is_initialized():
-        set_rank_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        local_rank, local_size = (int(os.environ[k]) for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        if local_rank == 0 and (note := too_few(local_size)):
+            print(note)
+        set_rank_device(local_rank, local_size)
         dist.init_process_group(backend(), timeout=timedelta(seconds=timeout + 15))
     rank, size = dist.get_rank(), dist.get_world_size()
     if size != world_size and rank == 0:

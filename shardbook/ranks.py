@@ -255,6 +255,10 @@ def _watch(processes: list, folder: str, timeout: float, tail: output.Tail | Non
             failed = failed or now
             if settled or now - failed > _GRACE:
                 return _End(ranks=ranks, ledger=ledger)
+        elif ledger.abandoned(ranks):
+            failed = failed or now
+            if settled or now - failed > _GRACE:
+                return _End(diagnose.hang(ranks, ledger, {}, ""), hung=True)
         elif settled:
             return _End(diagnose.hang(ranks, ledger, {}, ""), hung=True)
         started = started or (now if any(r.started for r in ranks) else None)

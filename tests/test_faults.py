@@ -172,6 +172,26 @@ def runs_inside_a_run():
     sb.run(print, world_size=2)
 
 
+def skips_a_backward_of_ddp():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+    for step in range(3):
+        loss = model(torch.ones(4, 3)).sum()
+        if step < 2 or dist.get_rank() != 1:
+            loss.backward()
+
+
+def skips_a_monitored_barrier():
+    if dist.get_rank() == 0:
+        dist.monitored_barrier()
+
+
+def makes_no_group():
+    if dist.get_rank() == 0:
+        dist.new_group([0, 1])
+    else:
+        time.sleep(1e6)
+
+
 def is_not_written():
     raise NotImplementedError("exercise 2: ring_all_reduce is not written yet")
 
@@ -202,6 +222,11 @@ FAULTS = [  # function, ranks, seconds allowed for the run, what the message say
      r"waiting\n  rank 3: returned", True),
     (skips_a_collective_that_does_not_block, 4, 60, rf"^rank 2 never entered broadcast #1 {LINE}",
      False),
+    (skips_a_backward_of_ddp, 2, 60, rf"^rank 1 never entered all_reduce #\d {LINE}; rank 0 is "
+     r"waiting", True),
+    (skips_a_monitored_barrier, 2, 60, rf"^rank 1 never entered barrier #1 {LINE}", True),
+    (makes_no_group, 2, 4, r"^no end after 4 s\n  rank 0: at .* in makes_no_group: dist.new_group\("
+     r".*\n  rank 1: at .* time.sleep", True),
     (calls_different_collectives, 4, 60, rf"disagree on collective 1 .*: all_reduce #1 {LINE} on "
      rf"ranks 0, 2-3, broadcast #1 {LINE} on rank 1", False),
     (calls_in_another_order, 4, 60, rf"disagree on collective 1 .*: all_gather #1 {LINE} on rank 0,"
