@@ -31,9 +31,13 @@ def _cpu(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {k: None if t is None else t.detach().cpu().clone() for k, t in tensors.items()}
 
 
-def _is_flag(call: calls.Call, params: int) -> bool:
-    """A small message about which rank has which gradient, not the gradients themselves."""
-    return not call.dtype.is_floating_point and call.nbytes <= 8 * params * len(call.group)
+def _gradients(log: list[calls.Call], params: int) -> list[calls.Call]:
+    """The calls that carry gradients: no broadcast of buffers, no flags of who has a gradient."""
+
+    def flags(c: calls.Call) -> bool:
+        return not c.dtype.is_floating_point and c.nbytes <= 8 * params * len(c.group)
+
+    return [c for c in log if c.op != "broadcast" and not flags(c)]
 
 
 # average_gradients_
@@ -203,15 +207,13 @@ def _deep_alone(size: int, micro: int = 1, steps: int = 2) -> list[dict[str, Ten
 
 
 def _trained(answer, bucket_bytes=None, group=None, rank=None, size=4, micro=1):
-    """Two steps; per step gradients, the calls, the stamps, and whether no_sync was silent."""
+    """Two steps; of each the gradients, the calls, the stamps, and how many calls no_sync made."""
     rank = dist.get_rank() if rank is None else rank
-    model = _Deep(rank).to(device())  # other parameters on each rank: the first rank's must win
+    model = _Deep(rank).to(device())  # the first rank's parameters must win
     options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
     if group is not None:
         options["group"] = group
     wrapped = answer(model, **options)
-    expect(isinstance(wrapped, nn.Module), "the answer is no nn.Module")
-    start = _cpu(model.state_dict())
     steps = []
     for step in range(2):
         x, y = (t.chunk(size)[rank].to(device()) for t in _deep_batch(size, step, micro))
@@ -226,11 +228,17 @@ def _trained(answer, bucket_bytes=None, group=None, rank=None, size=4, micro=1):
             (_deep_loss(wrapped, *parts[-1]) / micro).backward()
             wrapped.finish()
         grads = _cpu({n: p.grad for n, p in model.named_parameters()})
-        steps.append((grads, log, dict(model.stamps), len(quiet)))
+        steps.append((grads, log, dict(model.stamps), len(_gradients(quiet, len(grads)))))
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.1 * p.grad
-    return start, steps
+    return steps
+
+
+def _constructed(answer):
+    model = _Deep(dist.get_rank()).to(device())  # other parameters on each rank
+    expect(isinstance(answer(model), nn.Module), "the answer is no nn.Module")
+    return _cpu(model.state_dict())
 
 
 class _nothing:
@@ -242,7 +250,7 @@ class _nothing:
 
 
 def _trained_in_groups(answer):
-    return [(n, *_trained(answer, 900, g, r, size=n)) for n, g, r in _groups()]
+    return [(n, _trained(answer, 900, g, r, size=n)) for n, g, r in _groups()]
 
 
 def _held_up(answer, folder: str) -> bool:
@@ -320,7 +328,7 @@ def bucketed_data_parallel(answer, report):
         hint="broadcast every parameter and every buffer from the group's first rank",
     ):
         first = _Deep(0).state_dict()
-        for rank, (start, _) in enumerate(trained()):
+        for rank, start in enumerate(report.ranks(_constructed, 4, answer)):
             for name, expected in first.items():
                 close(start[name], expected, f"{name} on rank {rank}", 0.0)
     with report.property(
@@ -329,7 +337,7 @@ def bucketed_data_parallel(answer, report):
         "leave everything ready for the next backward",
     ):
         oracle = _deep_alone(4)
-        for _, steps in trained():
+        for steps in trained():
             for step, (grads, *_) in enumerate(steps):
                 for name in names:
                     what = f"the gradient of {name} in step {step}"
@@ -340,9 +348,9 @@ def bucketed_data_parallel(answer, report):
         hint="a bucket takes parameters until the next one would not fit in bucket_bytes, and "
         "leaves in one all-reduce of one flat tensor",
     ):
-        for _, steps in trained():
+        for steps in trained():
             for _, log, _, _ in steps:
-                sent = [c for c in log if not _is_flag(c, len(names))]
+                sent = _gradients(log, len(names))
                 moved, largest = sum(c.nbytes for c in sent), max(c.nbytes for c in sent + log)
                 expect(
                     moved == sum(sizes),
@@ -358,17 +366,17 @@ def bucketed_data_parallel(answer, report):
                     f"{len(sent)} messages for {sum(sizes)} bytes in buckets of {limit}, "
                     f"expected at most {most}",
                 )
-        for _, steps in report.ranks(_trained, 2, answer, None, size=2):
-            sent = [c for c in steps[1][1] if not _is_flag(c, len(names))]
+        for steps in report.ranks(_trained, 2, answer, None, size=2):
+            sent = _gradients(steps[1][1], len(names))
             expect(len(sent) == 1, f"{len(sent)} messages where all fits in one bucket of 25 MB")
     with report.property(
         "buckets leave during backward, last layers first",
         hint="register_post_accumulate_grad_hook tells when a gradient is there; start a bucket "
         "when it is full, not in finish(); fill the buckets from the last parameter to the first",
     ):
-        for _, steps in trained():
+        for steps in trained():
             for _, log, stamps, _ in steps:
-                sent = [c for c in log if not _is_flag(c, len(names))]
+                sent = _gradients(log, len(names))
                 early = [c for c in sent if c.start_ns < stamps[0]]
                 expect(
                     len(early) > 0, "no all-reduce started before the backward pass had finished"
@@ -396,11 +404,16 @@ def bucketed_data_parallel(answer, report):
         "holds the sum of the micro-batches",
     ):
         oracle = _deep_alone(4, micro=3)
-        for _, steps in report.ranks(_trained, 4, answer, limit, micro=3):
-            for step, (grads, log, _, quiet) in enumerate(steps):
+        for steps in report.ranks(_trained, 4, answer, limit, micro=3):
+            for step, (grads, log, stamps, quiet) in enumerate(steps):
                 expect(quiet == 0, f"{quiet} collective calls were made under no_sync()")
-                moved = sum(c.nbytes for c in log if not _is_flag(c, len(names)))
+                moved = sum(c.nbytes for c in _gradients(log, len(names)))
                 expect(moved == sum(sizes), f"{moved} bytes sent for {sum(sizes)} of gradients")
+                first = min(c.start_ns for c in _gradients(log, len(names)))
+                expect(
+                    first < stamps[0],
+                    "the backward after no_sync() no longer sends while it computes",
+                )
                 for name in names:
                     what = f"the accumulated gradient of {name} in step {step}"
                     close(grads[name], oracle[step][name], what)
@@ -424,7 +437,7 @@ def bucketed_data_parallel(answer, report):
     ):
         oracles = {size: _deep_alone(size) for size in SIZES}
         for results in report.ranks(_trained_in_groups, 4, answer):
-            for size, _, steps in results:
+            for size, steps in results:
                 for step, (grads, *_) in enumerate(steps):
                     for name in names:
                         what = f"the gradient of {name} on {size} rank{'s' * (size > 1)}"
@@ -714,9 +727,9 @@ def _sharded_alone(size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 def _sharded(answer, group=None, rank=None, size=4):
     rank = dist.get_rank() if rank is None else rank
     options = {} if group is None else {"group": group}
-    before = held_bytes()
+    before = held_bytes() if group is None else 0
     layers = [answer(_Layer(i).to(device()), **options) for i in range(len(LAYERS))]
-    grown = held_bytes() - before
+    grown = held_bytes() - before if group is None else 0
     kept = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     params = [p for layer in layers for p in layer.parameters()]
     optimizer = torch.optim.SGD(params, lr=0.2)

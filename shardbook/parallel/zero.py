@@ -5,7 +5,6 @@ Stage 1 cuts the optimizer state, stage 2 the gradients as well, stage 3 the par
 the two a rank needs its own part only, and that is where the memory is saved.
 """
 
-import weakref
 from collections.abc import Iterable
 
 import torch
@@ -142,8 +141,7 @@ class FullySharded(nn.Module):
         for where in places.values():
             for owner, name in where:
                 delattr(owner, name)
-        self.full = lambda: None  # weak reference to the gathered parameters, while they exist
-        self.kept: Tensor | None = None  # keeps them through the module's backward
+        self.full: Tensor | None = None  # [P*n], while the module computes
 
     def forward(self, *args, **kwargs):
         self.expose(Unshard.apply(self.shard, self))
@@ -160,13 +158,11 @@ class FullySharded(nn.Module):
 
     def gather(self) -> Tensor:
         """All-gather the full parameters, flat and padded [P*n]."""
-        full = all_gather_flat(self.shard.detach(), self.group)
-        self.full = weakref.ref(full)
-        return full
+        return all_gather_flat(self.shard.detach(), self.group)
 
     def expose(self, full: Tensor) -> None:
         """Put views of full [P*n] where the module's code looks for its parameters."""
-        self.kept = full
+        self.full = full
         sizes = [shape.numel() for shape, _ in self.places]
         *pieces, _padding = full.split([*sizes, full.numel() - sum(sizes)])
         for (shape, where), piece in zip(self.places, pieces, strict=True):
@@ -175,22 +171,22 @@ class FullySharded(nn.Module):
 
     def release(self) -> None:
         """Let the full parameters go: nothing else holds them."""
-        if self.kept is not None:
-            self.kept = None
+        if self.full is not None:
+            self.full = None
             for owner, name in (place for _, where in self.places for place in where):
                 delattr(owner, name)
 
     def before_backward(self, grad: Tensor) -> None:
         """The gradient has reached the module's output: its weights are needed once more."""
-        if self.kept is None:
+        if self.full is None:
             self.expose(self.gather())
             # Unshard.backward releases them; at the latest the end of backward does.
             torch.autograd.Variable._execution_engine.queue_callback(self.release)
 
     def pack(self, tensor: Tensor) -> Tensor | tuple:
         """What autograd keeps in place of a saved tensor: of a weight only where it lies."""
-        full = self.full()
-        if full is None or full.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        full, storage = self.full, tensor.untyped_storage()
+        if full is None or full.untyped_storage().data_ptr() != storage.data_ptr():
             return tensor
         return tensor.shape, tensor.stride(), tensor.storage_offset()
 
@@ -198,8 +194,7 @@ class FullySharded(nn.Module):
         """What backward gets back: a view of the parameters gathered anew."""
         if isinstance(packed, Tensor):
             return packed
-        full = self.full()
-        return (self.gather() if full is None else full).as_strided(*packed)
+        return (self.gather() if self.full is None else self.full).as_strided(*packed)
 
 
 @torch.no_grad()

@@ -115,7 +115,7 @@ def everything_as_bf16(model, group=None):
         p.grad = piece.view(p.shape).to(p.dtype)
 
 
-@wrong("average_gradients_", says="parameter")
+@wrong("average_gradients_", says="collective calls|parameter 'm")
 def averages_the_parameters(model, group=None):
     for p in model.parameters():
         whole = p.detach().contiguous()
@@ -302,7 +302,7 @@ class SyncsAlways(Bucketed):
         self.finish()
 
 
-@wrong("BucketedDataParallel", says="accumul|bytes sent")
+@wrong("BucketedDataParallel", says="no longer sends")
 class NoSyncForgetsToSyncAgain(Bucketed):
     @contextlib.contextmanager
     def no_sync(self):
@@ -339,7 +339,7 @@ class StartsBucketsAsTheyFill(Bucketed):
         super().finish()
 
 
-@wrong("BucketedDataParallel", says="step 1|next backward|second backward|buckets")
+@wrong("BucketedDataParallel", says="ready for the next backward")
 class ForgetsToReset(Bucketed):
     def finish(self):
         super().finish()
@@ -510,7 +510,8 @@ class FullMasterCopy(Zero):
 @wrong("ZeroAdamW", says="through collectives")
 class GathersEveryRanksGradients(Zero):
     def step_flat(self, params, options):
-        for p in params:
+        used = data.has_gradient(params, self.group)
+        for p in (p for p, has in zip(params, used, strict=True) if has):
             p.grad = data.gradient_or_zeros(p)
             every = all_gather_flat(p.grad.flatten(), self.group)
             world = dist.get_world_size(self.group)
@@ -628,7 +629,7 @@ class FreesAtTheEndOfBackward(Sharded):
 
     def before_backward(self, grad):
         super().before_backward(grad)
-        self.hoard.append(self.full())
+        self.hoard.append(self.full)
         torch.autograd.Variable._execution_engine.queue_callback(self.hoard.clear)
 
 

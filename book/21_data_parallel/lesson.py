@@ -1,0 +1,863 @@
+# %% [markdown]
+# # 21 · Data parallel and ZeRO
+#
+# After this chapter you can
+# - average gradients over ranks, in buckets, while backward is still running,
+# - say what each rank holds and sends at ZeRO stage 0, 1, 2 and 3, in bytes a parameter, and
+#   measure it,
+# - write a sharded AdamW and a fully sharded module, and compare them with PyTorch's,
+# - recognise a mean of means, and say why a larger batch stops helping.
+#
+# Time: 50 minutes to read, 3 hours for the lab. Needs chapters 11 to 13.
+
+# %%
+import shardbook as sb
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardbook import calls, plot
+from shardbook.memory import held_bytes
+from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+
+WORLD = 4
+PARAMS = sum(p.numel() for p in tiny_lm().parameters())
+print(f"the small model has {PARAMS:,} parameters")
+
+# %% [markdown]
+# ## What breaks without it?
+#
+# Two things grow, and one device has neither the time nor the room for them. Measured on the small
+# model:
+#
+# - **The batch.** Activations kept for backward, and FLOPs, grow with the number of sequences.
+# - **The state.** A parameter needs its gradient and two moments of Adam beside it, whatever the
+#   batch.
+
+
+# %%
+def saved_for_backward(batch):
+    """Bytes that autograd keeps between forward and backward, parameters not counted."""
+    model = tiny_lm().to(sb.device())
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() not in own:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    tokens, targets = (t.to(sb.device()) for t in counting_batch(0, batch=batch))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = token_loss(model(tokens), targets)
+    return sum(kept.values()), loss
+
+
+def state_bytes():
+    before = held_bytes()
+    model = tiny_lm().to(sb.device())
+    optimizer = torch.optim.AdamW(model.parameters())
+    token_loss(
+        model(counting_batch(0)[0].to(sb.device())), counting_batch(0)[1].to(sb.device())
+    ).backward()
+    optimizer.step()
+    return held_bytes() - before
+
+
+for batch in (2, 8, 32):
+    print(f"{batch:3} sequences: {saved_for_backward(batch)[0] / 2**20:5.1f} MiB of activations")
+print(f"whatever the batch: {state_bytes() / PARAMS:.1f} bytes a parameter of state in fp32")
+
+# %% [markdown]
+# 4 bytes of parameter, 4 of gradient, 8 of moments. A model of 7 billion parameters needs 112 GB of
+# that, before the first activation; an Ascend 910B or an A100 has 64 or 80 GB. So two cures:
+# **data parallel** cuts the batch, **ZeRO** cuts the state.
+
+# %% [markdown]
+# ## Which tensor is cut?
+#
+# Each small square is a rank's memory: full colour where the rank holds all of a tensor, a quarter
+# where it holds its part.
+
+
+# %%
+def who_holds_what():
+    fig, axes = plot.figure(9, 3.1, columns=4)
+    rows = ["batch", "parameters", "gradients", "optimizer state"]
+    cut_from = {"batch": 0, "parameters": 3, "gradients": 2, "optimizer state": 1}
+    titles = ["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3 (FSDP)"]
+    pays = [
+        "all-reduce of gradients",
+        "reduce-scatter gradients,\nall-gather parameters",
+        "reduce-scatter gradients,\nall-gather parameters",
+        "all-gather parameters twice,\nreduce-scatter gradients",
+    ]
+    for stage, ax in enumerate(axes):
+        for row, name in enumerate(rows):
+            for rank in range(4):
+                x, y = 1.15 * rank, -1.15 * row
+                ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor="#eeeeee"))
+                colour = plot.COLOURS[row]
+                if stage >= cut_from[name]:
+                    ax.add_patch(
+                        plt.Rectangle((x, y + 0.75 - 0.25 * rank), 1, 0.25, facecolor=colour)
+                    )
+                else:
+                    ax.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=colour))
+            if stage == 0:
+                ax.text(-0.25, y + 0.5, name, ha="right", va="center")
+        for rank in range(4):
+            ax.text(1.15 * rank + 0.5, 1.2, str(rank), ha="center", fontsize=9, color="#555555")
+        ax.set(xlim=(-0.1, 4.55), ylim=(-5.1, 1.6), title=titles[stage], aspect="equal")
+        ax.text(2.2, -3.75, pays[stage], ha="center", va="top", fontsize=9)
+        ax.axis("off")
+    return fig
+
+
+who_holds_what()
+plt.show()
+
+# %% [markdown]
+# ## Without averaging, ranks become different models
+#
+# Four ranks start with equal parameters and each takes two of the eight sequences of a batch. After
+# five steps, how far apart are they, and how far from one process that saw all eight?
+
+
+# %%
+def five_steps(average):
+    """Parameters of this rank after five steps on its part of the batch."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = tiny_lm().to(sb.device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        tokens, targets = counting_batch(step, batch=8)
+        mine = slice(8 // world * rank, 8 // world * (rank + 1))
+        optimizer.zero_grad()
+        token_loss(model(tokens[mine].to(sb.device())), targets[mine].to(sb.device())).backward()
+        if average:
+            for p in model.parameters():  # naive: one all-reduce a parameter
+                dist.all_reduce(p.grad)
+                p.grad /= world
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
+
+
+alone = sb.run(five_steps, True, world_size=1).values[0]
+for average in (False, True):
+    ranks = sb.run(five_steps, average, world_size=WORLD).values
+    apart = max((r - ranks[0]).abs().max().item() for r in ranks)
+    off = max((r - alone).abs().max().item() for r in ranks)
+    print(f"averaged: {average!s:5}  ranks differ by {apart:.3f}", end="")
+    print(f", equal to one process within 1e-5: {off < 1e-5}")
+
+# %% [markdown]
+# The mean over ranks of means over equal parts is the mean over the batch, so averaged gradients
+# are the gradients of the whole batch: data parallel changes no number of the training, only
+# rounding. Keep the word *equal* in mind.
+#
+# ## What does it cost?
+#
+# An all-reduce of every gradient. Predict the bytes first: what a rank hands to all-reduce each
+# step, and what it must put on the wire with the ring of chapter 13.
+
+# %% predict="handed sent"
+handed = 4 * PARAMS  # every fp32 gradient once
+sent = 2 * (WORLD - 1) / WORLD * handed  # ring: reduce-scatter, then all-gather
+
+# %%
+from shardbook.parallel.data import BucketedDataParallel, average_gradients_
+
+
+def bytes_of_a_step(strategy, bucket_bytes=25_000_000):
+    """The collectives of the second step on this rank, and how many began before backward ended."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = tiny_lm().to(sb.device())
+    wrapped = BucketedDataParallel(model, bucket_bytes) if strategy == "bucketed" else model
+    for step in range(2):
+        tokens, targets = (t.chunk(world)[rank].to(sb.device()) for t in counting_batch(step, 8))
+        model.zero_grad()
+        ended = []
+        with calls.record() as log:
+            loss = token_loss(wrapped(tokens), targets)
+            # The embedding is the first layer, so its gradient is the last thing backward computes.
+            model.embed.weight.register_hook(lambda g, at=ended, log=log: at.append(len(log)))
+            loss.backward()
+            if strategy == "naive":
+                for p in model.parameters():
+                    dist.all_reduce(p.grad)
+            elif strategy == "one flat tensor":
+                average_gradients_(model)
+            else:
+                wrapped.finish()
+    gradients = [c for c in log if c.dtype.is_floating_point]
+    return len(gradients), sum(c.nbytes for c in gradients), ended[0]
+
+
+measured = sb.run(bytes_of_a_step, "naive", world_size=WORLD).values[0]
+sb.predict("bytes a rank hands to all-reduce", handed, measured[1])
+sb.predict("bytes a rank sends, ring", sent, 2 * 3 * -(-measured[1] // 4))
+
+# %% [markdown]
+# ## Fewer messages, and earlier
+#
+# Each message costs a latency, however small it is. And nothing forces us to wait for the whole
+# backward pass: the gradients of the last layer are complete when backward has hardly begun. So
+# collect gradients into **buckets**, from the last layer to the first, and start a bucket's
+# all-reduce, asynchronously, as soon as it is full. Overlap is visible in the order of events, which
+# no loaded machine can blur: how many all-reduces have begun when backward reaches the first layer?
+
+# %%
+print("                        messages      bytes   begun before backward ended")
+for strategy, bucket in [
+    ("naive", 0),
+    ("one flat tensor", 0),
+    ("bucketed", 25_000_000),
+    ("bucketed", 100_000),
+    ("bucketed", 20_000),
+]:
+    count, nbytes, early = sb.run(bytes_of_a_step, strategy, bucket or 1, world_size=WORLD).values[
+        0
+    ]
+    label = f"{strategy} {bucket:,}" if bucket else strategy
+    print(f"{label:22} {count:9} {nbytes:10,} {early:10}")
+
+# %% [markdown]
+# The bytes stay the same. With one bucket of 25 MB (PyTorch's default) this small model has nothing
+# to overlap: its only bucket is full when backward is over. With buckets of 100 kB, all but the last
+# leave on the way.
+#
+# Here is the trace of two ranks. Find the all-reduces that lie under the backward slices, and the
+# last one, which nothing hides.
+
+
+# %% tags=["nbval-ignore-output"]
+def traced_step():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = BucketedDataParallel(tiny_lm().to(sb.device()), bucket_bytes=100_000)
+    tokens, targets = (t.chunk(world)[rank].to(sb.device()) for t in counting_batch(0, 8))
+    for _ in range(2):
+        with sb.mark("forward and backward"):
+            token_loss(model(tokens), targets).backward()
+        with sb.mark("finish"):
+            model.finish()
+
+
+result = sb.run(traced_step, world_size=2, trace=True)
+result.trace
+
+# %% tags=["nbval-ignore-output"]
+print(result.trace.comm())
+
+# %% [markdown]
+# Two traps of the overlap:
+#
+# - **Order.** Collectives are matched by their order. A rank that runs another branch of the model
+#   fills its buckets in another order; start them in a fixed order all the same, or ranks add up
+#   different layers.
+# - **Unused parameters.** A bucket that waits for a gradient that never comes is never sent, and the
+#   other ranks wait for ever. `finish()` sends zeros for what is missing.
+#
+# ### Accumulating micro-batches
+#
+# A batch that does not fit is computed in micro-batches whose gradients add up. Averaging each of
+# them is right and wasteful: `no_sync()` keeps them on the rank until the last.
+
+
+# %%
+def accumulated(use_no_sync, micro=4):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = BucketedDataParallel(tiny_lm().to(sb.device()))
+    tokens, targets = (t.chunk(world)[rank].to(sb.device()) for t in counting_batch(0, 32))
+    with calls.record() as log:
+        for i, (x, y) in enumerate(zip(tokens.chunk(micro), targets.chunk(micro), strict=True)):
+            loss = token_loss(model(x), y) / micro  # the mean over micro-batches, not the sum
+            if use_no_sync and i < micro - 1:
+                with model.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+                model.finish()
+    grads = torch.cat([p.grad.flatten() for p in model.parameters()]).cpu()
+    return grads, sum(c.nbytes for c in log if c.dtype.is_floating_point)
+
+
+whole = tiny_lm()
+token_loss(whole(counting_batch(0, 32)[0]), counting_batch(0, 32)[1]).backward()
+expected = torch.cat([p.grad.flatten() for p in whole.parameters()])
+for use_no_sync in (False, True):
+    grads, nbytes = sb.run(accumulated, use_no_sync, world_size=WORLD).values[0]
+    same = (grads - expected).abs().max().item() < 1e-5
+    print(
+        f"no_sync: {use_no_sync!s:5}  {nbytes / PARAMS:4.1f} bytes a parameter, gradient of the whole batch: {same}"
+    )
+
+# %% [markdown]
+# Forget the division by the number of micro-batches and the gradient is four times too large, which
+# Adam hides (it does not see the scale) and clipping does not: a well-known walk-through of GPT-2
+# had to correct exactly this ([build-nanogpt#30](https://github.com/karpathy/build-nanogpt/pull/30)).
+#
+# ## A failure to provoke: the mean of means
+#
+# Sequences differ in length, and padding gives no loss. Let rank *r* have only every (*r*+1)-th
+# token to learn from. Each rank computes the mean loss of *its* tokens and the gradients are
+# averaged as before.
+
+
+# %%
+def unequal(normalise):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = tiny_lm().to(sb.device())
+    tokens, targets = counting_batch(0, 8)
+    for row in range(8):
+        keep = torch.arange(64) % (row // 2 + 1) == 0  # rows 0, 1 are rank 0's, 2, 3 rank 1's …
+        targets[row, ~keep] = -100  # cross_entropy ignores these
+    mine = slice(8 // world * rank, 8 // world * (rank + 1))
+    tokens, targets = tokens[mine].to(sb.device()), targets[mine].to(sb.device())
+    loss = token_loss(model(tokens), targets)  # the mean over my tokens
+    if normalise:
+        count = (targets != -100).sum()
+        everyone = count.clone()
+        dist.all_reduce(everyone)
+        loss = (
+            loss * count / everyone * world
+        )  # so that the mean over ranks is the mean over tokens
+    loss.backward()
+    average_gradients_(model)
+    grads = torch.cat([p.grad.flatten() for p in model.parameters()]).cpu()
+    return grads, int((targets != -100).sum())
+
+
+alone, _ = sb.run(unequal, False, world_size=1).values[0]
+for normalise in (False, True):
+    values = sb.run(unequal, normalise, world_size=WORLD).values
+    error = (values[0][0] - alone).norm() / alone.norm()
+    print(
+        f"tokens per rank {[n for _, n in values]}, normalised by all tokens: {normalise!s:5}",
+        end="",
+    )
+    print(f"  gradient off by {100 * error.item():.0f} %")
+
+# %% [markdown]
+# Nothing crashes, the loss goes down, and every token of rank 3 weighs four times as much as one of
+# rank 0. The same happens between micro-batches. The cure is to divide by the number of tokens of
+# *all* ranks, which costs an all-reduce of one number. Trainers keep meeting this one
+# ([prime-rl#1957](https://github.com/PrimeIntellect-ai/prime-rl/pull/1957)).
+#
+# ## ZeRO: after the reduce-scatter, a rank needs its part only
+#
+# An all-reduce is a reduce-scatter followed by an all-gather. In between, a rank holds the sum of
+# 1/P of the gradients. Update 1/P of the parameters there, and gather *those* instead of the
+# gradients: the same bytes, and the optimizer state exists once instead of P times. That is stage 1.
+# Let gradients go as soon as they are reduced (stage 2), and parameters as soon as they are used
+# (stage 3).
+#
+# Mixed precision as most train: bf16 parameters and gradients, and in fp32 a master copy and two
+# moments. Here are the stages, step by step; `held_bytes()` counts the tensors that are alive after
+# backward.
+
+# %%
+from shardbook.parallel.flat import all_gather_flat, flatten_padded, reduce_scatter_mean, shard_flat
+from shardbook.parallel.zero import FullySharded, training_memory
+
+
+def fully_sharded(model):
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = FullySharded(block)
+    return FullySharded(model)  # what is left: embedding, norm, head
+
+
+def mixed_precision(stage):
+    """Bytes a parameter on this rank after backward, at a ZeRO stage."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    before = held_bytes()
+    model = tiny_lm().to(sb.device(), torch.bfloat16)
+    model = fully_sharded(model) if stage == 3 else model
+    params = list(model.parameters())
+    cut = stage in (1, 2)  # at stage 3 what is in params is a shard already
+
+    master = [(shard_flat([p]) if cut else p.detach().clone()).float() for p in params]
+    m, v = [torch.zeros_like(w) for w in master], [torch.zeros_like(w) for w in master]
+
+    arrived = {}  # stage 2: my part of the mean gradient, all that is left of it
+
+    def reduce_and_forget(p):
+        arrived[p] = reduce_scatter_mean(flatten_padded([p.grad], world))
+        p.grad = None
+
+    for p in params if stage == 2 else []:
+        p.register_post_accumulate_grad_hook(reduce_and_forget)
+
+    for step in range(1, 3):
+        tokens, targets = (t.chunk(world)[rank].to(sb.device()) for t in counting_batch(step, 4))
+        token_loss(model(tokens), targets).backward()
+        del tokens, targets
+        held = held_bytes() - before
+        if stage == 0:
+            average_gradients_(model)
+        for i, p in enumerate(params):
+            g = arrived.pop(p) if stage == 2 else p.grad
+            if stage == 1:
+                g = reduce_scatter_mean(flatten_padded([g], world))
+            g = g.float()
+            m[i].lerp_(g, 0.1)
+            v[i].lerp_(g * g, 0.001)
+            scale = (1 - 0.999**step) ** 0.5 / (1 - 0.9**step)
+            master[i] -= 1e-3 * scale * m[i] / (v[i].sqrt() + 1e-8)
+            new = master[i].bfloat16()
+            if cut:
+                new = all_gather_flat(new)[: p.numel()].view_as(p)
+            p.detach().copy_(new)
+        model.zero_grad()
+    return held / PARAMS
+
+
+def all_stages():
+    return [mixed_precision(stage) for stage in range(4)]
+
+
+held = {world: sb.run(all_stages, world_size=world).values[0] for world in (1, 2, 3, 4)}
+
+# %% predict="predicted"
+predicted = [16, 4 + 12 / 4, 2 + 14 / 4, 16 / 4]  # bytes a parameter on 4 ranks, stages 0 to 3
+
+# %%
+print("bytes a parameter      " + "".join(f"   stage {stage}" for stage in range(4)))
+for world, row in held.items():
+    print(f"{world} rank{'s' * (world > 1):1} measured       " + "".join(f"{x:10.2f}" for x in row))
+print("4 ranks predicted      " + "".join(f"{x:10.2f}" for x in predicted))
+agree = all(abs(a - b) / b < 0.01 for a, b in zip(held[4], predicted, strict=True))
+print("measured and predicted agree within 1 %:", agree)
+
+
+# %%
+def memory_curves(held):
+    fig, (ax,) = plot.figure(7, 3.6)
+    worlds = [1, 2, 3, 4, 8, 16, 32, 64]
+    names = ["data parallel: 16", "ZeRO-1: 4 + 12/N", "ZeRO-2: 2 + 14/N", "ZeRO-3: 16/N"]
+    for stage, name in enumerate(names):
+        total = [sum(training_memory(PARAMS, n, stage).values()) / PARAMS for n in worlds]
+        ax.plot(worlds, total, color=plot.COLOURS[stage], label=name)
+        ax.plot(list(held), [row[stage] for row in held.values()], "o", color=plot.COLOURS[stage])
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(worlds, worlds)
+    ax.set(xlabel="ranks N", ylabel="bytes a parameter", ylim=(0, 17.5))
+    ax.set_title("lines: closed form, dots: measured here")
+    ax.legend(loc="center right")
+    return fig
+
+
+memory_curves(held)
+plt.show()
+
+# %% [markdown]
+# What is *not* in this picture: activations (the batch's, cut by data parallel already), the buffers
+# of the collectives, and what exists for a moment only. Stage 3 must hold one module's full
+# parameters while it computes, so it is as good as its largest module.
+#
+# ## Full parameters only while they are used
+#
+# `FullySharded` keeps a flat shard. Forward gathers, computes and lets go. That last step has a
+# trap: autograd saves the weights for backward, so dropping your own reference frees nothing. The
+# reference implementation packs them away: it replaces a saved weight by *where it lies* and gathers
+# once more when backward asks. Count the full parameters at each moment:
+
+
+# %%
+def full_parameters_over_a_step():
+    model = tiny_lm().to(sb.device())
+    blocks = list(model.blocks)
+    base = held_bytes() - sum(p.nbytes for p in model.parameters())
+    model = fully_sharded(model)
+    rows = []
+
+    def note(when):
+        grads = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        rows.append((when, round((held_bytes() - base - grads) / 4 / PARAMS, 2)))
+
+    for i, block in enumerate(blocks):
+        block.register_forward_pre_hook(lambda *_, i=i: note(f"forward of block {i}"))
+        block.attn.register_full_backward_hook(lambda *_, i=i: note(f"backward of block {i}"))
+    note("before the step")
+    tokens, targets = (t.to(sb.device()) for t in counting_batch(0, 2))
+    loss = token_loss(model(tokens), targets)
+    note("between forward and backward")
+    loss.backward()
+    note("after the step")
+    return rows
+
+
+print("tensors that Python holds, in fp32 parameters of the whole model:")
+for when, share in sb.run(full_parameters_over_a_step, world_size=WORLD).values[0]:
+    print(f"{when:30} {share:.2f}  {'█' * round(40 * share)}")
+
+# %% [markdown]
+# A quarter between the passes, and while a block computes also its own parameters, the embedding and
+# head that the outermost module gathered, and a few activations. Wrapping the whole model as *one*
+# module would gather everything at once: correct, and useless.
+#
+# How many bytes does it cost? Predict for one step: the model is cut into three modules (two
+# blocks, and the rest).
+
+# %% predict="gathers scatters"
+gathers = (2 * 3, 2 * 4 * PARAMS)  # calls and bytes: forward and backward of each module
+scatters = (3, 4 * PARAMS)  # the gradients, once
+
+# %%
+from shardbook.parallel.zero import ZeroAdamW
+
+
+def traffic(strategy):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = tiny_lm().to(sb.device())
+    if strategy == "data parallel":
+        model = BucketedDataParallel(model)
+    if strategy == "ZeRO-3":
+        model = fully_sharded(model)
+    make = ZeroAdamW if strategy == "ZeRO-1" else torch.optim.AdamW
+    optimizer = make(model.parameters(), lr=3e-3)
+    tokens, targets = (t.chunk(world)[rank].to(sb.device()) for t in counting_batch(0, 8))
+    with calls.record() as log:
+        token_loss(model(tokens), targets).backward()
+        if strategy == "data parallel":
+            model.finish()
+        optimizer.step()
+    return calls.summary([c for c in log if c.dtype.is_floating_point])
+
+
+table = {
+    s: sb.run(traffic, s, world_size=WORLD).values[0] for s in ("data parallel", "ZeRO-1", "ZeRO-3")
+}
+sb.predict("all-gathers", gathers, table["ZeRO-3"]["all_gather"])
+sb.predict("reduce-scatters", scatters, table["ZeRO-3"]["reduce_scatter"])
+print()
+ring = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+for strategy, ops in table.items():
+    wire = sum(ring[op] * (WORLD - 1) / WORLD * nbytes for op, (_, nbytes) in ops.items())
+    listed = ", ".join(f"{n} {op} ({nbytes:,} B)" for op, (n, nbytes) in ops.items())
+    print(f"{strategy:14} {wire / PARAMS:4.1f} bytes a parameter sent by a ring:  {listed}")
+
+# %% [markdown]
+# ZeRO-1 costs what data parallel costs. ZeRO-3 costs half as much again: 3 (P-1)/P instead of
+# 2 (P-1)/P elements a parameter, because parameters are gathered twice.
+#
+# ## Clipping: whose norm?
+#
+# With shards, each rank sees a part of the gradient. The norm of the whole is the root of the sum of
+# all squares: one all-reduce of one number. Clipping by the local norm scales every rank's shard by
+# another factor, and the update points elsewhere.
+
+
+# %%
+from shardbook.parallel.zero import clip_grad_norm_sharded_
+
+
+def norms():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = fully_sharded(tiny_lm().to(sb.device()))
+    tokens, targets = (t.chunk(world)[rank].to(sb.device()) for t in counting_batch(0, 8))
+    token_loss(model(tokens), targets).backward()
+    local = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+    return local, clip_grad_norm_sharded_(model.parameters(), 0.1).item()
+
+
+whole = tiny_lm()
+token_loss(whole(counting_batch(0, 8)[0]), counting_batch(0, 8)[1]).backward()
+values = sb.run(norms, world_size=WORLD).values
+print("local norms  ", [round(local, 3) for local, _ in values])
+print("sharded norm ", [round(norm, 3) for _, norm in values])
+print("one process  ", round(nn.utils.clip_grad_norm_(whole.parameters(), 0.1).item(), 3))
+
+# %% [markdown]
+# Reported in the wild: replicas counted twice
+# ([NeMo RL#3788](https://github.com/NVIDIA-NeMo/RL/issues/3788)), the wrong group
+# ([VeOmni#184](https://github.com/ByteDance-Seed/VeOmni/pull/184)), the local norm only
+# ([torchtitan#766](https://github.com/pytorch/torchtitan/issues/766)).
+#
+# ## The loss curves coincide
+#
+# The small model, 40 steps of the counting task, global batch 8.
+
+
+# %%
+def losses(strategy, steps=40):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = tiny_lm().to(sb.device())
+    if strategy == "data parallel":
+        model = BucketedDataParallel(model, bucket_bytes=100_000)
+    if strategy == "ZeRO-3":
+        model = fully_sharded(model)
+    make = ZeroAdamW if strategy == "ZeRO-1" else torch.optim.AdamW
+    optimizer = make(model.parameters(), lr=3e-3)
+    curve = []
+    for step in range(steps):
+        tokens, targets = (t.chunk(world)[rank].to(sb.device()) for t in counting_batch(step, 8))
+        loss = token_loss(model(tokens), targets)
+        loss.backward()
+        if strategy == "data parallel":
+            model.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach() / world
+        dist.all_reduce(mean)  # the mean over ranks, to look at
+        curve.append(mean.item())
+    return curve
+
+
+def all_losses(strategies):
+    return {s: losses(s) for s in strategies}
+
+
+curve = sb.run(all_losses, ["one process"], world_size=1).values[0]
+curve |= sb.run(all_losses, ["data parallel", "ZeRO-1", "ZeRO-3"], world_size=WORLD).values[0]
+plot.curves(curve, "step", "loss", "four ways, one curve")
+plt.show()
+for name, values in curve.items():
+    worst = max(abs(a - b) for a, b in zip(values, curve["one process"], strict=True))
+    print(
+        f"{name:14} loss {values[0]:.2f} -> {values[-1]:.2f}, on the curve of one process: {worst < 1e-3}"
+    )
+
+# %% [markdown]
+# ## Beside PyTorch's own
+#
+# The same step with `DistributedDataParallel`, `ZeroRedundancyOptimizer` and `fully_shard`: values
+# after five steps, floating-point bytes handed to collectives in the fifth (DDP rearranges its
+# buckets after the first), and state held after it.
+
+
+# %%
+def beside(strategy):
+    import warnings
+
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    warnings.simplefilter("ignore", FutureWarning)  # ZeroRedundancyOptimizer's own
+    rank, world = dist.get_rank(), dist.get_world_size()
+    before = held_bytes()
+    model = tiny_lm().to(sb.device())
+    adamw = torch.optim.AdamW
+    if strategy == "BucketedDataParallel":
+        model = BucketedDataParallel(model)
+    elif strategy in ("DistributedDataParallel", "ZeroRedundancyOptimizer"):
+        model = DistributedDataParallel(model)
+    elif strategy == "FullySharded":
+        model = fully_sharded(model)
+    elif strategy == "fully_shard":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    if strategy == "ZeroAdamW":
+        optimizer = ZeroAdamW(model.parameters(), lr=3e-3)
+    elif strategy == "ZeroRedundancyOptimizer":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=adamw, lr=3e-3)
+    else:
+        optimizer = adamw(model.parameters(), lr=3e-3)
+    for step in range(5):
+        optimizer.zero_grad()
+        tokens, targets = (t.chunk(world)[rank].to(sb.device()) for t in counting_batch(step, 8))
+        with calls.record() as log:
+            loss = token_loss(model(tokens), targets)
+            loss.backward()
+            if strategy == "BucketedDataParallel":
+                model.finish()
+            optimizer.step()
+    moved = sum(c.nbytes for c in log if c.dtype.is_floating_point)
+    last = loss.item()
+    del tokens, targets, loss, log
+    return last, moved / PARAMS, (held_bytes() - before) / PARAMS
+
+
+print("                             same loss   bytes moved   bytes held (a parameter)")
+for pair in [
+    ("BucketedDataParallel", "DistributedDataParallel"),
+    ("ZeroAdamW", "ZeroRedundancyOptimizer"),
+    ("FullySharded", "fully_shard"),
+]:
+    found = [sb.run(beside, name, world_size=WORLD).values[0] for name in pair]
+    for name, (loss, moved, kept) in zip(pair, found, strict=True):
+        print(f"{name:28} {abs(loss - found[0][0]) < 1e-4!s:9} {moved:13.1f} {kept:12.1f}")
+
+# %% [markdown]
+# Read the differences. DDP's buckets live in C++ where `held_bytes()` does not see them.
+# `ZeroRedundancyOptimizer` averages with DDP and then broadcasts each rank's parameters: 8 bytes a
+# parameter handed to collectives, of which the all-reduce counts twice on the wire (4.5 + 3 sent by
+# a ring, ours 3 + 3); it also keeps whole parameters on one rank, so its parts are less even.
+#
+# ## Out of device memory: the host
+#
+# The state that is touched once a step can live in host memory: move gradients down, update there,
+# move parameters up ([ZeRO-Offload, arXiv 2101.06840](https://arxiv.org/abs/2101.06840)).
+
+
+# %%
+class OffloadedAdamW:
+    """bf16 parameters on the device; master copy and moments, fp32, in host memory."""
+
+    def __init__(self, params, lr):
+        self.params = list(params)
+        self.host = [p.detach().cpu().float().clone().requires_grad_() for p in self.params]
+        self.inner = torch.optim.AdamW(self.host, lr=lr)
+        self.moved = 0
+
+    @torch.no_grad()
+    def step(self):
+        for p, h in zip(self.params, self.host, strict=True):
+            down = p.grad.cpu()  # bf16: half the bytes on the bus
+            h.grad, p.grad = down.float(), None
+            self.moved += down.nbytes
+        self.inner.step()
+        for p, h in zip(self.params, self.host, strict=True):
+            up = h.bfloat16()
+            p.copy_(up)
+            self.moved += up.nbytes
+            h.grad = None
+
+
+def offloaded():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = fully_sharded(tiny_lm().to(sb.device(), torch.bfloat16))
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-3)
+    tokens, targets = (t.chunk(world)[rank].to(sb.device()) for t in counting_batch(0, 4))
+    token_loss(model(tokens), targets).backward()
+    on_device = sum(p.nbytes + p.grad.nbytes for p in model.parameters())
+    optimizer.step()
+    state = [t for s in optimizer.inner.state.values() for t in s.values() if t.dim()]
+    on_host = sum(t.nbytes for t in [*optimizer.host, *state])
+    return on_device / PARAMS, on_host / PARAMS, optimizer.moved / PARAMS
+
+
+# %% predict="device_bytes host_bytes bus_bytes"
+device_bytes = (2 + 2) / WORLD  # bf16 parameters and gradients, cut by ZeRO-3
+host_bytes = 12 / WORLD
+bus_bytes = (2 + 2) / WORLD  # gradients down, parameters up, every step
+
+# %%
+on_device, on_host, moved = sb.run(offloaded, world_size=WORLD).values[0]
+sb.predict("bytes a parameter on the device", device_bytes, on_device)
+sb.predict("bytes a parameter in host memory", host_bytes, on_host)
+sb.predict("bytes a parameter over the bus, each step", bus_bytes, moved)
+
+# %% [markdown]
+# Where the device is an accelerator these tensors really lie apart; on a CPU both are the same
+# memory and only the accounting shows. The price: the update runs at the host's memory bandwidth,
+# and the bus is narrow (PCIe 4.0 x16: about 32 GB/s a direction), so a 7B model on 4 ranks moves
+# 3.5 GB down and 3.5 GB up, 0.2 s a step if nothing is hidden. It pays when the batch is large
+# enough for the step to be long.
+#
+# ## Why a larger batch stops helping
+#
+# Data parallel scales by making the global batch larger. Does twice the batch need half the steps?
+# Steps until the small model reaches a loss of 1.5 (sequences of 16 tokens):
+
+
+# %% tags=["nbval-ignore-output"]
+def steps_to_goal(batch, lr, goal=1.5):
+    model = tiny_lm()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
+    smooth = None
+    for step in range(200):
+        tokens, targets = counting_batch(1000 + step, batch=batch, seq=16)
+        optimizer.zero_grad()
+        loss = token_loss(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        smooth = loss.item() if smooth is None else 0.8 * smooth + 0.2 * loss.item()
+        if smooth < goal:
+            return step + 1
+    return 200
+
+
+batches = [2, 4, 8, 16, 32, 64]
+steps = {lr: [steps_to_goal(b, lr) for b in batches] for lr in (3e-3, 1e-2)}
+best = [min(found) for found in zip(*steps.values(), strict=True)]
+print("sequences a batch ", "".join(f"{b:7}" for b in batches))
+print("steps             ", "".join(f"{n:7}" for n in best))
+print("sequences in all  ", "".join(f"{b * n:7}" for b, n in zip(batches, best, strict=True)))
+
+fig, (ax,) = plot.figure(7, 3.2)
+ax.plot(batches, best, "o-", label="measured, the better of two learning rates")
+ax.plot(batches, [best[0] * 2 / b for b in batches], "--", color="#999999", label="perfect scaling")
+ax.set_xscale("log", base=2)
+ax.set_yscale("log", base=2)
+ax.set_xticks(batches, batches)
+ax.set_yticks([2, 4, 8, 16, 32, 64], [2, 4, 8, 16, 32, 64])
+ax.set(xlabel="sequences in a batch", ylabel="steps to loss 1.5")
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# The curve flattens: from 2 to 8 sequences the steps fall by more than half, from 32 to 64 hardly,
+# while the work of a step doubles. A gradient averaged over more samples is less noisy, and once the
+# noise is small beside the gradient itself, averaging more buys nothing. McCandlish et al.
+# ([arXiv 1812.06162](https://arxiv.org/abs/1812.06162)) call the turning point the critical batch
+# size and estimate it by the **gradient noise scale** tr(Σ)/|G|². Data parallel measures it for free:
+# the norms of the gradient before and after the average are two batch sizes.
+
+
+# %% tags=["nbval-ignore-output"]
+def noise_scale(begin, steps):
+    """Sequences at which noise and gradient are equally large, averaged over some steps."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = tiny_lm().to(sb.device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    b, signal, noise = 2, 0.0, 0.0
+    for step in range(begin + steps):
+        batch = counting_batch(step, batch=b * world, seq=16)
+        tokens, targets = (t.chunk(world)[rank].to(sb.device()) for t in batch)
+        optimizer.zero_grad()
+        token_loss(model(tokens), targets).backward()
+        small = sum(p.grad.square().sum() for p in model.parameters()) / world
+        dist.all_reduce(small)  # mean over ranks of |G|² of b sequences
+        average_gradients_(model)
+        big = sum(p.grad.square().sum() for p in model.parameters())  # |G|² of world * b sequences
+        if step >= begin:
+            signal += (world * big - small).item() / (world - 1)
+            noise += (small - big).item() / (1 / b - 1 / (world * b))
+        optimizer.step()
+    return noise / signal
+
+
+for begin in (0, 30):
+    scale = sb.run(noise_scale, begin, 20, world_size=WORLD).values[0]
+    print(f"steps {begin} to {begin + 20}: noise scale about {scale:.0f} sequences")
+
+# %% [markdown]
+# The noise scale grows as the loss falls, so large runs start with a small batch and raise it. On
+# ImageNet, Goyal et al. ([arXiv 1706.02677](https://arxiv.org/abs/1706.02677)) kept the accuracy up
+# to a batch of 8192 images and lost it beyond. When the batch is at its limit, more devices need
+# another axis: tensor, pipeline or context parallel (chapters 22 to 24).
+#
+# ## On a real cluster
+#
+# - **One host.** 8 NPUs over HCCS or 8 GPUs over NVLink: use ZeRO-3 or ZeRO-1 freely. Collectives
+#   run on their own stream or engine, so the overlap you saw as event order becomes time.
+# - **Many hosts.** RDMA (RoCE or InfiniBand) is several times slower than the links inside. Shard
+#   inside a host and replicate between hosts (hybrid sharding): all-gathers stay inside, only
+#   reduced shards cross.
+# - **NPU, HCCL.** `backend="hccl"`; AVG is a sum and a division there, as here. Each communicator
+#   takes 2 × `HCCL_BUFFSIZE` of device memory, 200 MB each by default
+#   ([CANN manual](https://www.hiascend.com/document/detail/en/canncommercial/850/commlib/hcclug/hcclug_000076.html)):
+#   a handful of process groups costs gigabytes. Time-outs are HCCL_CONNECT_TIMEOUT and
+#   HCCL_EXEC_TIMEOUT, not the process group's alone. Use `torch.optim.AdamW(fused=True)` or the plain
+#   one, not apex.
+# - **CUDA, NCCL.** A synchronous collective blocks the stream, not the host: wrong overlap shows as
+#   gaps in the trace, not in the order of Python events.
+# - **Both.** A rank that stops early (uneven data, an exception) leaves the others in all-reduce
+#   until the time-out. Make the number of steps equal on all ranks before training, not during it.
+#
+# ### Published figures beside ours
+#
+# | what | ours (this notebook) | published |
+# |---|---|---|
+# | memory of a rank, stage 1, 2, 3 | 7.0, 5.5, 4.0 bytes a parameter of 16 on 4 ranks | 31.4, 16.6, 1.9 GB of 120 GB: 7.5 B parameters on 64 GPUs ([ZeRO, arXiv 1910.02054](https://arxiv.org/abs/1910.02054), figure 1) |
+# | traffic of ZeRO-3 | 1.5 times data parallel | 1.5 times (the same, section 7) |
+# | scaling of DDP | loss curve of one process | near-linear on 256 GPUs ([PyTorch Distributed, arXiv 2006.15704](https://arxiv.org/abs/2006.15704)) |
+# | offload | 12/N bytes a parameter moved to the host | 13 B parameters on one V100 with 32 GB ([arXiv 2101.06840](https://arxiv.org/abs/2101.06840)) |
+# | batch | steps stop falling between 16 and 64 sequences | ImageNet in one hour: 8192 images, 256 GPUs ([arXiv 1706.02677](https://arxiv.org/abs/1706.02677)) |
+#
+# Now write it: [the lab](../labs/21_data_parallel.ipynb).
