@@ -9,14 +9,16 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import numpy as np
+
 # Okabe and Ito's colours, told apart with every common colour blindness, then paler ones of the
 # same hues for the kinds that take less time.
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"]
 COLOURS += ["#B9CDD9", "#E3D3B4", "#B5D3C8", "#DFCBD6", "#C9DFEB", "#E0C3B0", "#E6E2BC"]
 MERGED = "#999999"  # slices too short to draw one by one, and kinds past the palette
 POINTS = 2000  # points kept of one counter
-# heights in pixels
-ROW, HEADER, COUNTER, GAP, AXIS = 18, 22, 38, 4, 24
+# pixels: heights, and the width of the column of track names
+ROW, HEADER, COUNTER, GAP, AXIS, NAMES = 18, 22, 38, 4, 24, 124
 
 
 @dataclass(slots=True, eq=False)
@@ -225,13 +227,15 @@ def _flows(timed: list[dict], tracks: dict, ns) -> list:
 
 def _reduce(made: Layout, most: int) -> None:
     """Draw slices too short to be seen together, until at most `most` bars are left."""
+    columns = [
+        np.array([(s.row, s.ts, s.dur) for s in track.slices], np.int64).reshape(-1, 3)
+        for track in made.tracks
+    ]
     short = max(1, made.duration >> 14)
-    while True:
-        became: dict[int, Slice] = {}
-        kept = [_merge(track, short, became) for track in made.tracks]
-        if sum(map(len, kept)) <= most or short > made.duration:
-            break
+    while short <= made.duration and sum(_bars(c, short) for c in columns) > most:
         short *= 2
+    became: dict[int, Slice] = {}
+    kept = [_merge(track, short, became) for track in made.tracks]
     for track, slices in zip(made.tracks, kept, strict=True):
         track.slices = slices
     made.below = short
@@ -241,6 +245,16 @@ def _reduce(made: Layout, most: int) -> None:
     ]
     if len(made.flows) > most:
         made.flows = made.flows[:: -(-len(made.flows) // most)]
+
+
+def _bars(columns: np.ndarray, short: int) -> int:
+    """How many bars _merge leaves of a track whose slices are rows of (row, start, length)."""
+    row, start, dur = columns.T
+    # runs of short slices of one row, in one stretch of time, unless a long one comes between
+    run = np.where(dur < short, start // short, -1 - np.arange(len(dur)))
+    order = np.lexsort((start, row))
+    row, run = row[order], run[order]
+    return len(run) and 1 + int(((row[1:] != row[:-1]) | (run[1:] != run[:-1])).sum())
 
 
 def _merge(track: Track, short: int, became: dict[int, Slice]) -> list[Slice]:
@@ -290,10 +304,12 @@ def content_height(made: Layout) -> int:
 def describe(made: Layout, title: str = "") -> str:
     """One line: what the picture shows, for those who cannot see it."""
     names = list(made.processes.values())
+    if not names:
+        return f"{title or 'trace'}: no events"
     who = names[0] if len(names) == 1 else f"{len(names)} lanes ({names[0]} … {names[-1]})"
     label = f", {made.label} time" if made.label else ""
-    words = f"{title or 'trace'}: {made.total} slices over {length(made.duration)}{label}"
-    return f"{words}; {who}" if names else f"{words} (no events)"
+    count = "1 slice" if made.total == 1 else f"{made.total:,} slices"
+    return f"{title or 'trace'}: {count} over {length(made.duration)}{label}; {who}"
 
 
 def length(ns: float) -> str:

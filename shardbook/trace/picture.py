@@ -5,10 +5,9 @@ import itertools
 from functools import cache
 from pathlib import Path
 
-from .layout import AXIS, COUNTER, GAP, HEADER, ROW, Layout, Track, content_height, describe
+from .layout import AXIS, COUNTER, GAP, HEADER, NAMES, ROW, Layout, Track, content_height, describe
 
 WIDTH, SCALE = 900, 1.5  # CSS pixels; drawn larger, so that text stays sharp
-NAMES = 104  # width of the column of track names
 TALLEST = 700
 INK, PALE, GRID, BAND = "#1b1f24", "#57606a", "#e4e7eb", "#eef1f5"
 
@@ -105,7 +104,7 @@ def _counter(track: Track, at, y: float, height: float, box) -> None:
     """A counter as steps, from 0 or, where it hardly moves, from its lowest value."""
     values = [v for points in track.points.values() for _, v in points]
     high, low = max(values), min(values)
-    low = low if low > high / 2 or low < 0 else 0
+    low = low if high > low > high / 2 or low < 0 else 0
     floor = y + height - 3
     for points in track.points.values():
         for (ts, value), after in zip(points, [*points[1:], None], strict=True):
@@ -116,9 +115,10 @@ def _counter(track: Track, at, y: float, height: float, box) -> None:
 
 def short(name: str) -> str:
     """The end of a dotted name, which says most: wq of layers.0.attn.wq, layers.0 of layers.0."""
-    parts = name.split(" ")[0].split(".")
+    parts = name.removesuffix(" (backward)").split(".")
     words = [i for i, part in enumerate(parts) if not part[:1].isdigit()]
-    return ".".join(parts[words[-1] :]) if len(parts) > 1 and words else name
+    dotted = len(parts) > 1 and words and " " not in "".join(parts)
+    return ".".join(parts[words[-1] :]) if dotted else name
 
 
 def ticks(span: float) -> list[int]:

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from . import picture
-from .layout import AXIS, COUNTER, GAP, HEADER, ROW, Layout, content_height, describe, layout
+from .layout import AXIS, COUNTER, GAP, HEADER, NAMES, ROW, Layout, content_height, describe, layout
 
 MOST = 5000  # slices drawn one by one; a notebook should stay small and quick
 BARS = 70  # tool bar and bottom bar
@@ -29,7 +29,11 @@ const unzip = text =>
   view(JSON.parse(await unzip('%s')));
 })().catch(error => {
   document.body.textContent = 'This browser cannot show the trace: ' + error;
-  try { frameElement.previousElementSibling.hidden = false } catch {}
+  try {
+    frameElement.onload = null;
+    frameElement.previousElementSibling.hidden = false;
+    frameElement.style.height = '40px';
+  } catch { /* another origin's page: the words above stay */ }
 });
 </script>"""
 
@@ -93,7 +97,14 @@ def pack(made: Layout, title: str = "") -> dict:
         "duration": made.duration,
         "total": made.total,
         "below": made.below,
-        "sizes": {"row": ROW, "header": HEADER, "counter": COUNTER, "gap": GAP, "axis": AXIS},
+        "sizes": {
+            "row": ROW,
+            "header": HEADER,
+            "counter": COUNTER,
+            "gap": GAP,
+            "axis": AXIS,
+            "names": NAMES,
+        },
         "processes": [[pid, name] for pid, name in made.processes.items()],
         "kinds": made.kinds,
         "texts": list(texts.seen),

@@ -29,7 +29,7 @@ const STYLE = `
   .details h1 { font-size: 13px; margin: 2px 0 4px; overflow-wrap: anywhere; padding-right: 24px; }
   .details table { border-spacing: 0; } .details td { padding: 1px 16px 1px 0; vertical-align: top; white-space: pre-wrap; overflow-wrap: anywhere;
     font: 11.5px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; }
-  .details td:first-child { color: var(--pale); white-space: nowrap; }
+  .details td:first-child { color: var(--pale); min-width: 72px; max-width: 180px; }
   .close { position: absolute; right: 6px; top: 4px; border: 0; background: none; font-size: 14px; }
   .message { position: absolute; inset: auto 8px 36px auto; max-width: 480px; background: var(--page); border: 1px solid var(--area); border-radius: 4px; padding: 8px 28px 8px 10px; z-index: 3; line-height: 1.5; white-space: normal; }
   .message code { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, monospace; background: var(--band); padding: 0 3px; }
@@ -46,8 +46,7 @@ const KEYS = [
 
 function view(data) {
   const began = performance.now();
-  const { row: ROW, header: HEADER, counter: COUNTER, gap: GAP, axis: AXIS } = data.sizes;
-  const NAMES = 104; // the column of track names, left of the time
+  const { row: ROW, header: HEADER, counter: COUNTER, gap: GAP, axis: AXIS, names: NAMES } = data.sizes;
   const names = new Map(data.processes);
   const { tracks, slices, flows } = unpack(data);
 
@@ -121,7 +120,7 @@ function view(data) {
     const lanes = data.processes.length;
     const ranks = data.processes.every(([, name]) => /^rank\b/i.test(name)) ? 'rank' : 'process';
     const many = lanes === 1 ? ranks : ranks === 'rank' ? 'ranks' : 'processes';
-    return `${lanes} ${many} · ${data.total.toLocaleString('en')} slices · ${length(data.duration)}`;
+    return `${lanes} ${many} · ${data.total.toLocaleString('en')} ${data.total === 1 ? 'slice' : 'slices'} · ${length(data.duration)}`;
   }
 
   function arrange() { // where each lane is, top to bottom
@@ -179,7 +178,8 @@ function view(data) {
     for (const t of marks) {
       if (x(t) < NAMES - 1) continue;
       pen.fillRect(Math.round(x(t)), AXIS - 8, 1, 6);
-      pen.fillText(length(t, to - from), x(t) + 4, AXIS / 2 - 2);
+      const words = length(t, to - from);
+      if (x(t) + 4 + pen.measureText(words).width < width) pen.fillText(words, x(t) + 4, AXIS / 2 - 2);
     }
     if (drag && drag.measure) {
       const a = Math.min(drag.x, drag.now), b = Math.max(drag.x, drag.now), time = length(ns(b) - ns(a));
@@ -214,7 +214,8 @@ function view(data) {
 
   function short(text, room) { // of layers.0.attn.wq the end says most: attn.wq, wq
     if (pen.measureText(text).width <= room) return text;
-    const parts = text.split(' ')[0].split('.');
+    const parts = text.replace(/ \(backward\)$/, '').split('.');
+    if (parts.some(part => /\s/.test(part))) return cut(text, room); // no dotted name
     let end = parts[parts.length - 1];
     for (let i = 1; i < parts.length; i++) {
       if (/^\d/.test(parts[i])) continue; // a bare "12" says nothing
@@ -554,7 +555,7 @@ function view(data) {
       if (event.source !== tab || event.data !== 'PONG') return;
       clearInterval(ping);
       removeEventListener('message', pong);
-      tab.postMessage({ perfetto: { buffer, title: data.title || 'shardbook trace', keepApiOpen: false } }, origin);
+      tab.postMessage({ perfetto: { buffer, title: (data.title || 'trace') + (data.below ? ` (slices under ${length(data.below)} joined)` : ''), keepApiOpen: false } }, origin);
     });
   }
 
@@ -598,7 +599,7 @@ function unpack(data) { // columns to objects: slices in rows, each row sorted b
     const values = track.series.flatMap(series => series.value);
     made.most = values.reduce((a, b) => Math.max(a, b), 0);
     made.low = values.reduce((a, b) => Math.min(a, b), values.length ? Infinity : 0);
-    if (made.low > 0 && made.low < made.most / 2) made.low = 0;
+    if (made.low > 0 && made.low < made.most / 2 || made.low === made.most) made.low = 0;
     return made;
   });
   const flows = data.flows.map(([t, i, t0, u, j, t1]) => ({ a: tracks[t].slices[i], t0, b: tracks[u].slices[j], t1 }));
@@ -606,7 +607,12 @@ function unpack(data) { // columns to objects: slices in rows, each row sorted b
 }
 
 function chrome(data, tracks, flows) { // back to Chrome's format, for Perfetto
-  const events = [], us = ns => ns / 1000, threads = new Map();
+  const events = [], threads = new Map();
+  const us = ns => { // gives back ns whether a reader rounds or cuts it
+    let value = ns / 1000;
+    while (Math.trunc(value * 1000) < ns) value += value * Number.EPSILON;
+    return value;
+  };
   const thread = track => { // Perfetto wants integers; a lane that does not nest gets one thread a row
     const key = JSON.stringify([track.pid, track.tid]);
     if (!threads.has(key)) threads.set(key, threads.size + 1);
@@ -623,7 +629,7 @@ function chrome(data, tracks, flows) { // back to Chrome's format, for Perfetto
     for (const { name, ts, value } of track.series) ts.forEach((t, i) => events.push({ ph: 'C', pid, name: track.name, ts: us(t), args: { [name]: value[i] } }));
     if (!track.slices.length) return;
     // Perfetto drops slices that overlap without nesting: those rows become threads of their own
-    const nests = track.byRow.every((row, r) => r === 0 || row.every(s => track.byRow[r - 1].some === undefined || within(track.byRow[r - 1], s)));
+    const nests = track.byRow.every((row, r) => r === 0 || row.every(s => within(track.byRow[r - 1], s)));
     for (let r = 0; r < (nests ? 1 : track.rows); r++) {
       const tid = thread({ pid: track.pid, tid: nests ? track.tid : `${track.tid}/${r}` });
       events.push({ ph: 'M', name: 'thread_name', pid, tid, args: { name: track.name } });
@@ -635,7 +641,8 @@ function chrome(data, tracks, flows) { // back to Chrome's format, for Perfetto
     }
   });
   flows.forEach((f, id) => {
-    const end = (ph, s, t) => events.push({ ph, id: id + 1, name: 'flow', cat: 'flow', bp: 'e', pid: process.get(s.track.pid), tid: tids.get(s), ts: us(t) });
+    if (f.a.dur < 2 || f.b.dur < 2) return; // an arrow's ends lie strictly inside their slices
+    const end = (ph, s, t) => events.push({ ph, id: id + 1, name: 'flow', cat: 'flow', bp: 'e', pid: process.get(s.track.pid), tid: tids.get(s), ts: us(Math.min(Math.max(t, s.ts + 1), s.ts + s.dur - 1)) });
     end('s', f.a, f.t0); end('f', f.b, f.t1);
   });
   return events;
@@ -660,7 +667,8 @@ function lower(sorted, value) { // how many are at or below value
 
 // ---- words --------------------------------------------------------------------------------
 function length(ns, span) { // a time; with a span, as exact as an axis of that span needs
-  const size = Math.abs(span ?? ns), [unit, name] = size >= 1e9 ? [1e9, 's'] : size >= 1e6 ? [1e6, 'ms'] : size >= 1e3 ? [1e3, 'µs'] : [1, 'ns'];
+  const size = Math.abs(span ?? ns);
+  const [unit, name] = size >= 1e9 ? [1e9, 's'] : size >= 1e6 ? [1e6, 'ms'] : size >= 1e3 ? [1e3, 'µs'] : [1, 'ns'];
   if (span !== undefined) return `${+(ns / unit).toFixed(Math.max(0, 2 - Math.floor(Math.log10(span / unit))))} ${name}`;
   return `${+(ns / unit).toPrecision(4)} ${name}`;
 }

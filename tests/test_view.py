@@ -1,0 +1,354 @@
+"""The inline view without a browser: rows, arrows, counters, the reduced picture, the html."""
+
+import base64
+import gzip
+import html as escape
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from shardbook.trace import picture, view
+from shardbook.trace.layout import layout
+
+
+def X(ts, dur, name="x", pid=0, tid=0, **args):
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": ts, "dur": dur, "args": args}
+
+
+def laid(*events, most=5000):
+    return layout({"traceEvents": list(events)}, most)
+
+
+def rows(made, track=0):
+    return {s.name: s.row for s in made.tracks[track].slices}
+
+
+def many(count, ranks=4):
+    """About `count` slices: layers with four modules and a collective each, on `ranks` ranks."""
+    events = []
+    for rank in range(ranks):
+        name = {"name": f"rank {rank}"}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
+        for i in range(count // ranks // 6):
+            t = 100.0 * i + rank
+            kinds = ("RMSNorm", "ColumnParallelLinear", "SiLU", "RowParallelLinear")
+            events.append(X(t, 90, f"layers.{i}", rank, 0, type="Block", inputs="float32[2, 8]"))
+            for j, kind in enumerate(kinds):
+                length = 13 + (i * 7 + j * 3) % 6 + 0.125
+                shape = f"float32[{2 + j}, 128, 512]"
+                at = t + 1 + 20 * j
+                events.append(X(at, length, f"layers.{i}.m{j}", rank, 0, type=kind, inputs=shape))
+            where = {"bytes": 262144, "group": [0, 1, 2, 3], "number": i, "where": "cell line 12"}
+            call = X(t + 62, 20, "all_reduce", rank, 1, **where) | {"cat": "collective"}
+            events.append(call)
+    return {"traceEvents": events}
+
+
+def payload(html):
+    """What viewer.js unpacks."""
+    page = escape.unescape(re.search(r'srcdoc="([^"]*)"', html).group(1))
+    script, data = re.findall(r"unzip\('([^']+)'\)", page)
+    assert gzip.decompress(base64.b64decode(script)).startswith(b"// The inline trace view")
+    return json.loads(gzip.decompress(base64.b64decode(data)))
+
+
+def image(html):
+    image = pytest.importorskip("PIL.Image")
+    data = re.search(r'src="data:image/png;base64,([^"]+)"', html).group(1)
+    return image.open(io.BytesIO(base64.b64decode(data)))
+
+
+# rows
+
+
+def test_nested_slices_go_below_and_neighbours_beside():
+    made = laid(X(0, 10, "a"), X(1, 3, "b"), X(4, 5, "c"), X(4, 1, "d"), X(10, 2, "e"))
+    assert rows(made) == {"a": 0, "b": 1, "c": 1, "d": 2, "e": 0}
+    own = {s.name: s.own for s in made.tracks[0].slices}
+    assert own == {"a": 2000, "b": 3000, "c": 4000, "d": 1000, "e": 2000}
+
+
+def test_slices_that_overlap_never_share_a_row():
+    made = laid(X(0, 10, "a"), X(5, 10, "b"), X(12, 10, "c"), X(13, 1, "d"), X(16, 1, "e"))
+    for a in made.tracks[0].slices:
+        for b in made.tracks[0].slices:
+            if a is not b and a.row == b.row:
+                assert a.ts + a.dur <= b.ts or b.ts + b.dur <= a.ts, (a, b)
+
+
+def test_times_that_touch_only_after_rounding_do_not_overlap():
+    # 1.35 + 156.23589 and 157.586 round apart; ends are rounded as ends
+    made = laid(X(1.35, 156.23589, "a"), X(157.586, 1, "b"))
+    assert rows(made) == {"a": 0, "b": 0}
+
+
+def test_begin_and_end_pair_up_and_an_end_may_be_missing():
+    made = laid(
+        {"ph": "B", "pid": 0, "tid": 0, "ts": 0, "name": "open"},
+        {"ph": "B", "pid": 0, "tid": 0, "ts": 1, "name": "inner", "args": {"a": 1}},
+        {"ph": "E", "pid": 0, "tid": 0, "ts": 3, "args": {"b": 2}},
+        {"ph": "E", "pid": 0, "tid": 9, "ts": 3},  # of nothing
+        X(4, 5, "later"),
+    )
+    found = {s.name: s for s in made.tracks[0].slices}
+    inner = found["inner"]
+    assert (inner.ts, inner.dur, inner.args) == (1000, 2000, {"a": 1, "b": 2})
+    assert found["open"].dur == 9000 and "end" in found["open"].args
+    assert rows(made) == {"open": 0, "inner": 1, "later": 1}
+
+
+def test_async_pairs_have_a_lane_and_may_overlap():
+    def at(ph, ts, id):
+        return {"ph": ph, "pid": 1, "tid": 0, "cat": "comm", "id": id, "ts": ts, "name": f"n{id}"}
+
+    made = laid(at("b", 0, 1), at("b", 1, 2), at("e", 5, 1), at("e", 9, "2"))
+    assert [(s.name, s.dur, s.row) for s in made.tracks[0].slices] == [
+        ("n1", 5000, 0),
+        ("n2", 8000, 1),
+    ]
+    assert made.tracks[0].name == "comm"
+
+
+def test_instants_ids_of_text_and_times_from_the_clock_are_exact():
+    clock = 1_764_000_000_000_000.25  # µs since 1970
+    made = laid(
+        X(clock, 2.5, "a", pid="Spans", tid="stream 7"),
+        {"ph": "i", "pid": "Spans", "tid": "stream 7", "ts": clock + 1, "name": "now", "s": "t"},
+    )
+    assert [(s.name, s.ts, s.dur, s.row) for s in made.tracks[0].slices] == [
+        ("a", 0, 2500, 0),
+        ("now", 1000, 0, 1),
+    ]
+    assert made.processes == {"Spans": "process Spans"}
+
+
+def test_lanes_are_in_the_order_of_ranks_and_counters_come_last():
+    events = [
+        {"ph": "C", "pid": 2, "ts": 1, "name": "memory (MB)", "args": {"memory": 5, "bad": "x"}},
+        *(X(0, 1, pid=pid, tid=tid) for pid in (10, 2) for tid in (3, 1)),
+        {"ph": "M", "name": "process_name", "pid": 10, "args": {"name": "rank 10"}},
+        {"ph": "M", "name": "thread_name", "pid": 2, "tid": 3, "args": {"name": "modules"}},
+        {"ph": "M", "name": "thread_sort_index", "pid": 2, "tid": 3, "args": {"sort_index": 0}},
+    ]
+    made = laid(*events)
+    assert [(t.pid, t.name) for t in made.tracks] == [
+        (2, "modules"),
+        (2, "thread 1"),
+        (2, "memory (MB)"),
+        (10, "thread 1"),
+        (10, "thread 3"),
+    ]
+    assert made.tracks[2].points == {"memory": [(1000, 5)]}
+    assert list(made.processes.values()) == ["process 2", "rank 10"]
+
+
+def test_arrows_join_the_innermost_slices():
+    made = laid(
+        X(0, 10, "out"),
+        X(2, 3, "send"),
+        X(0, 20, "block", pid=1),
+        X(6, 3, "recv", pid=1),
+        {"ph": "s", "pid": 0, "tid": 0, "ts": 3, "id": 1, "name": "p2p", "cat": "f"},
+        {"ph": "f", "pid": 1, "tid": 0, "ts": 8, "id": 1, "name": "p2p", "cat": "f", "bp": "e"},
+        {"ph": "s", "pid": 0, "tid": 0, "ts": 3, "id": 2, "name": "p2p", "cat": "f"},  # no end
+        {"ph": "f", "pid": 7, "tid": 0, "ts": 8, "id": 2, "name": "p2p", "cat": "f", "bp": "e"},
+    )
+    ((_, a, t0), (_, b, t1)) = made.flows[0]
+    assert (a.name, t0, b.name, t1, len(made.flows)) == ("send", 3000, "recv", 8000, 1)
+
+
+def test_what_works_is_bright_and_what_holds_others_is_pale():
+    made = layout(many(600))
+    colours = dict(made.kinds)
+    assert colours["Block"] in view_colours()[7:]
+    assert colours["all_reduce"] in view_colours()[:7]
+    assert len({colours[k] for k in colours}) == len(colours)
+
+
+def view_colours():
+    from shardbook.trace.layout import COLOURS
+
+    return COLOURS
+
+
+@pytest.mark.parametrize("label", ["paced", "simulated"])
+def test_set_times_are_labelled(label):
+    paced = X(0, 5, "kernel (paced)") | {"cat": "paced"}
+    rank = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0 (simulated)"}}
+    events = [paced] if label == "paced" else [rank, X(0, 5)]
+    html = view.html({"traceEvents": events})
+    assert payload(html)["label"] == label
+    assert f"{label} time" in re.search(r'<img alt="([^"]*)"', html).group(1)
+    assert payload(view.html({"traceEvents": [X(0, 5)]}))["label"] == ""
+
+
+# the reduced picture
+
+
+def test_a_large_trace_is_reduced_and_says_so():
+    chrome = many(30_000)
+    whole = sum(e["ph"] == "X" for e in chrome["traceEvents"])
+    made = layout(chrome)
+    drawn = [s for t in made.tracks for s in t.slices]
+    assert made.total == whole > 29_000 and len(drawn) <= 5000 and made.below > 0
+    # nothing is lost: every slice is drawn or counted in one that is
+    assert sum(s.args.get("slices", 1) for s in drawn) == whole
+    everything = layout(chrome, most=10**6)
+    assert everything.below == 0
+    for before, after in zip(everything.tracks, made.tracks, strict=True):
+        kept = {(s.ts, s.dur, s.name) for s in after.slices}
+        for s in before.slices:
+            inside = any(k.ts <= s.ts and s.ts + s.dur <= k.ts + k.dur for k in after.slices)
+            assert s.dur < made.below or (s.ts, s.dur, s.name) in kept
+            if s.ts < made.duration // 50:  # looked at closely, at the start
+                assert inside
+    data = payload(view.html(chrome))
+    assert (data["total"], data["below"]) == (whole, made.below)
+
+
+def test_peaks_of_a_counter_survive_thinning():
+    points = [
+        {"ph": "C", "pid": 0, "ts": i, "name": "m", "args": {"m": 900 if i == 4321 else i % 7}}
+        for i in range(50_000)
+    ]
+    (track,) = laid(*points).tracks
+    values = [v for _, v in track.points["m"]]
+    assert len(values) <= 2000 and max(values) == 900
+    assert [t for t, _ in track.points["m"]] == sorted(t for t, _ in track.points["m"])
+
+
+# the html
+
+
+def test_two_thousand_slices_take_less_than_100_kb():
+    html = view.html(many(2000), "step")
+    assert 30_000 < len(html.encode()) <= 100_000
+
+
+def test_the_same_trace_gives_the_same_html():
+    assert view.html(many(500), "t") == view.html(many(500), "t")
+
+
+def test_the_payload_holds_every_slice_exactly():
+    chrome = many(600)
+    data = payload(view.html(chrome, "a title"))
+    found = set()
+    for track in data["tracks"]:
+        ts = 0
+        for i, step in enumerate(track["ts"]):
+            ts += step
+            args = json.dumps(data["args"][track["args"][i]])
+            name = data["texts"][track["text"][i]]
+            found.add((track["pid"], track["tid"], name, ts, track["dur"][i], args))
+    expected = {
+        (e["pid"], e["tid"], e["name"], round(e["ts"] * 1000),
+         round((e["ts"] + e["dur"]) * 1000) - round(e["ts"] * 1000), json.dumps(e["args"]))
+        for e in chrome["traceEvents"] if e["ph"] == "X"
+    }  # fmt: skip
+    assert found == expected and data["title"] == "a title"
+
+
+def test_names_cannot_leave_their_place():
+    bad = '"><img src=x onerror=alert(1)></iframe></script><script>alert(2)</script>'
+    name = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": bad}}
+    html = view.html({"traceEvents": [name, X(0, 1, bad, type=bad)]}, title=bad)
+    tags = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: tags.append((tag, sorted(dict(attrs))))
+    parser.feed(html)
+    assert [tag for tag, _ in tags] == ["div", "div", "img", "br", "small", "iframe"]
+    assert tags[2][1] == ["alt", "src", "style"]
+    assert tags[-1][1] == ["onload", "srcdoc", "style", "title"]
+    page = escape.unescape(re.search(r'srcdoc="([^"]*)"', html).group(1))
+    assert "onerror" not in page  # only inside the packed data
+    data = payload(html)
+    assert bad in data["texts"] and data["title"] == bad and data["kinds"][0][0] == bad
+
+
+def test_odd_traces_are_shown_too():
+    for events in (
+        [],
+        [X(0, 0)],
+        [X(0, 1, nan=float("nan"), inf=float("inf"), obj=object())],
+        [{"ph": "X", "ts": 1}, {"ph": "X"}, {"ph": "X", "ts": "soon"}, {"ph": "q", "ts": 1}, 7],
+        [{"ph": "C", "ts": 0, "name": "c", "args": {"c": 0}}],
+        [{"ph": "X", "ts": 5, "dur": -3, "name": None, "args": "text"}],
+    ):
+        html = view.html({"traceEvents": events})
+        payload(html)
+        assert image(html).size[0] > 500
+
+
+def test_height_follows_the_lanes_within_a_screen():
+    def height(*args, **kwargs):
+        return int(re.search(r"height:(\d+)px", view.html(*args, **kwargs)).group(1))
+
+    one, four, many_ranks = (height(many(480, ranks=r)) for r in (1, 4, 48))
+    assert one < four < many_ranks <= view.HIGHEST
+    assert height(many(96), height=333) == 333
+
+
+# the picture
+
+
+def test_the_picture_shows_the_slices_where_they_are():
+    made = laid(X(0, 50, "first", type="A"), X(50, 50, "second", type="B"))
+    png = pytest.importorskip("PIL.Image").open(io.BytesIO(picture.png(made))).convert("RGB")
+    colours = dict(made.kinds)
+    width, height = png.size
+    bars = {}
+    for kind, colour in colours.items():
+        rgb = tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+        close = [
+            x
+            for x in range(width)
+            for y in range(0, height, 4)
+            if max(abs(a - b) for a, b in zip(png.getpixel((x, y)), rgb, strict=True)) < 8
+        ]
+        bars[kind] = (min(close), max(close))
+    assert bars["A"][1] <= bars["B"][0] + 1
+    lengths = [b - a for a, b in bars.values()]
+    assert abs(lengths[0] - lengths[1]) < 8 and lengths[0] > width * 0.4
+
+
+def test_the_picture_is_small():
+    assert len(picture.png(layout(many(2000)))) < 30_000
+
+
+@pytest.mark.parametrize(
+    ("span", "expected"),
+    [(9, range(10)), (100, range(0, 101, 10)), (4_500_000, range(0, 4_500_001, 500_000))],
+)
+def test_ticks_are_round(span, expected):
+    assert picture.ticks(span) == list(expected)
+
+
+def test_text_on_a_bar_has_contrast():
+    assert picture.dark("#0072B2") and picture.dark("#000000")
+    assert not picture.dark("#F0E442") and not picture.dark("#FFFFFF")
+
+
+# the server extension
+
+
+def test_the_extension_needs_no_torch_and_says_what_is_missing(monkeypatch):
+    import logging
+    import subprocess
+    import sys
+    from types import SimpleNamespace
+
+    code = "import shardbook_jupyter, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+    import shardbook_jupyter as extension
+
+    assert (extension.folder() / "index.html").is_file()
+    monkeypatch.setattr(extension, "folder", lambda: None)
+    said = []
+    app = SimpleNamespace(log=logging.getLogger("test"), web_app=None)
+    monkeypatch.setattr(app.log, "warning", said.append)
+    extension._load_jupyter_server_extension(app)
+    assert "viztracer" in said[0]
