@@ -8,6 +8,7 @@ import pytest
 # sb.run warns in the cell where there are fewer devices than ranks; nbval would compare that.
 _IGNORED = "ignore:More ranks than devices"
 os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), _IGNORED]))
+os.environ.setdefault("SHARDBOOK_LIVE", "0")  # output in one piece, however long a run takes
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -149,6 +149,7 @@ def execute(book: nbformat.NotebookNode, seconds: float, path: str) -> float:
     threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     os.environ.update(dict.fromkeys(threads, "1"))
     os.environ.update(JUPYTER_PREFER_ENV_PATH="1", PYTHONHASHSEED="0", SHARDBOOK_PROGRESS="")
+    os.environ["SHARDBOOK_LIVE"] = "0"  # the output of ranks in one piece
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(

@@ -67,7 +67,7 @@ def fold(outputs: Sequence[str] | dict[int, str]) -> str:
                 later[lines[-1]] -= 1  # it is now at the head, and nowhere behind
         if len(line) > SHOWN_CHARACTERS:
             line = f"{line[:SHOWN_CHARACTERS]} … ({len(line):,} characters)"
-        shown.append(f"[{ranks_text(together)}] {line}")
+        shown.append(f"[{ranks_text(together)}] {line}".rstrip())
     if printed < total:
         shown.append(f"… {total - printed:,} lines more, all of them in result.output[rank]")
     return "\n".join(shown)
