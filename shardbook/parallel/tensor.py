@@ -177,7 +177,8 @@ class ParallelAttention(nn.Module):
     """Causal attention [B, S, D] -> [B, S, D] whose heads are split over the ranks.
 
     qkv's rows are q, then k, then v, each by head. Where there are more ranks than kv heads, P/Hkv
-    consecutive ranks hold the same kv head, and the gradient of it is summed over them.
+    consecutive ranks hold the same kv head, and the gradient of it is summed over them. q and k are
+    rotated if the call gives positions [S].
     """
 
     def __init__(
