@@ -1,0 +1,603 @@
+# %% [markdown]
+# # 13 · Communication: every collective from send and receive
+#
+# After this chapter you can
+# - say what all-reduce, all-gather, reduce-scatter, broadcast and all-to-all do, and build each of
+#   them from messages between two ranks,
+# - predict the bytes and the time of each from two numbers of the network,
+# - read a ring, a tree and a deadlock in a trace, and place a parallel strategy on the right link.
+#
+# Time: 60 minutes to read, 2 to 3 hours for the lab.
+
+# %%
+import shardbook as sb
+
+import inspect
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardbook import calls, plot
+from shardbook.parallel.collectives import (
+    all_to_all,
+    collective_bytes,
+    hierarchical_all_reduce,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    tree_broadcast,
+)
+
+# %% [markdown]
+# ## Two calls
+#
+# A *rank* is one process with one device. `sb.run` starts some, joins them to a *world* and runs a
+# function on each: the same function everywhere, with another answer to "who am I?". Everything in
+# this chapter is made of two calls: `send` to a rank, `recv` from a rank.
+
+
+# %%
+def hello():
+    rank = dist.get_rank()
+    x = torch.tensor([10.0 * rank], device=sb.device())
+    if rank == 0:
+        dist.send(x + 5, 1)
+    else:
+        dist.recv(x, 0)  # overwrites x
+    return x.item()
+
+
+print("values by rank:", sb.run(hello, world_size=2).values)
+
+# %% [markdown]
+# The calls are torch.distributed's. Who carries them out is the *backend*:
+#
+# | library | for | links it uses | collectives |
+# |---|---|---|---|
+# | MPI | CPUs, the standard these names come from | all, by implementation | all, since 1994 |
+# | Gloo | CPUs, in every PyTorch build | TCP, also inside a host | all but a real reduce-scatter (see below) |
+# | NCCL | NVIDIA GPUs | NVLink, PCIe, InfiniBand/RoCE, TCP as a fallback | ring, tree, in-network |
+# | HCCL | Ascend NPUs | HCCS, PCIe, RoCE | ring, mesh, halving-doubling and more ([HCCL documentation](https://www.hiascend.com/document/detail/en/canncommercial/800/hcclug/hcclug/hcclug_000006.html)) |
+#
+# Your code names none of them: `sb.backend()` asks torch which one belongs to the device.
+#
+# ## The first mistake everyone makes
+#
+# Two ranks swap a value. Both send, then both receive. What happens?
+
+
+# %%
+def swap(first_send):
+    rank = dist.get_rank()
+    mine = torch.full((4,), float(rank), device=sb.device())
+    theirs = torch.empty_like(mine)
+    if first_send:
+        dist.send(mine, 1 - rank)  # waits until the other side receives
+        dist.recv(theirs, 1 - rank)
+    else:
+        work = dist.isend(mine, 1 - rank)  # starts, and comes back at once
+        dist.recv(theirs, 1 - rank)
+        work.wait()
+    return theirs[0].item()
+
+
+try:
+    sb.run(swap, True, world_size=2, timeout=20)
+except sb.RankError as error:
+    print(error)
+    print("hung:", error.hung)
+
+# %% [markdown]
+# Each waits for the other to receive. Four floats are enough: how much a backend buffers is not
+# part of any contract. Read the message: who waits in which call, for whom, in which line. With
+# NCCL or HCCL the same program prints nothing for minutes, then a timeout.
+#
+# The remedy is to start the send and go on (`isend`), or to hand send and receive over together
+# (`batch_isend_irecv`), which is what all code below does.
+
+# %%
+print("with isend:", sb.run(swap, False, world_size=2).values)
+
+# %% [markdown]
+# ## How do four ranks add up a gradient?
+#
+# Each holds a tensor, all need the sum: *all-reduce*, the heart of data parallel training. The
+# obvious way: everybody sends to rank 0, it adds and sends back. We count what goes in and out of
+# each rank.
+
+
+# %%
+def star_all_reduce(x):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    total, arrived = x.clone(), torch.empty_like(x)
+    if rank == 0:
+        for other in range(1, world):
+            dist.recv(arrived, other)
+            total += arrived
+        for other in range(1, world):
+            dist.send(total, other)
+    else:
+        dist.send(x, 0)
+        dist.recv(total, 0)
+    return total
+
+
+def drawn(numel):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(numel, generator=generator).to(sb.device())
+
+
+def traffic(algorithm, numel):
+    """[messages sent, bytes sent, bytes received] of this rank, and whether the sum is right."""
+    x = drawn(numel)
+    with calls.record() as log:
+        total = algorithm(x)
+    dist.all_reduce(x)  # the library's, to compare with
+    sums = calls.summary(log)
+    right = torch.allclose(total, x, atol=1e-5)
+    return [*sums["send"], sums["recv"][1], right]
+
+
+counted = {}
+for name, algorithm in {"star": star_all_reduce, "ring": ring_all_reduce}.items():
+    counted[name] = sb.run(traffic, algorithm, 24_000, world_size=4).values
+    for rank, (messages, sent, received, right) in enumerate(counted[name]):
+        print(
+            f"{name}  rank {rank}: {messages} messages, {sent:7,} bytes out, {received:7,} in,"
+            f" right: {right}"
+        )
+
+# %%
+plot.bars(
+    {
+        name: {f"rank {r}": sum(row[1:3]) / 1000 for r, row in enumerate(rows)}
+        for name, rows in counted.items()
+    },
+    "kB in and out",
+    "All-reduce of 96 kB on 4 ranks",
+)
+plt.show()
+
+# %% [markdown]
+# Both move 576,000 bytes in all. But all of the star's pass through rank 0, and with more ranks its
+# centre sends and receives P-1 tensors, while in the ring every rank sends 2(P-1)/P of one: less
+# than two, however many ranks there are.
+#
+# ## The ring
+#
+# Ranks stand in a circle and send to the next one only. The tensor is cut into P pieces. In the
+# first P-1 steps (*reduce-scatter*) partial sums travel: each rank adds its part to the piece that
+# arrives and passes it on. Then each rank owns one finished piece, and P-1 more steps
+# (*all-gather*) pass the finished pieces around. The numbers count how many ranks' values are in a
+# piece.
+
+
+# %%
+def ring_states(world):
+    """After each step: how many ranks' values each rank's copy of each piece holds."""
+    held = [[1] * world for _ in range(world)]
+    states = [[row[:] for row in held]]
+    for step in range(2 * (world - 1)):
+        sent = [held[r][(r - step - 1) % world] for r in range(world)]  # piece r-1 leaves first
+        for r in range(world):
+            piece = (r - step - 2) % world
+            arrived = sent[(r - 1) % world]
+            held[r][piece] = arrived + 1 if step < world - 1 else arrived
+        states.append([row[:] for row in held])
+    return states
+
+
+states = ring_states(4)
+fig, axes = plot.figure(12, 2.3, columns=len(states))
+for step, (ax, state) in enumerate(zip(axes, states, strict=True)):
+    ax.imshow(state, cmap="Blues", vmin=0, vmax=6)
+    for r in range(4):
+        for p in range(4):
+            ax.text(p, r, state[r][p], ha="center", va="center")
+    kind = "start" if step == 0 else "reduce-scatter" if step < 4 else "all-gather"
+    ax.set_title(f"{step}: {kind}" if step else kind, fontsize=9)
+    ax.set_xticks(range(4), [f"p{p}" for p in range(4)], fontsize=8)
+    ax.set_yticks(range(4), [f"rank {r}" for r in range(4)] if step == 0 else [""] * 4, fontsize=8)
+plt.show()
+
+# %% [markdown]
+# Follow piece 1: rank 2 sends it first, it gathers values at ranks 3, 0 and ends complete at rank
+# 1, its owner. After three steps the diagonal is done. That is reduce-scatter, a collective in its
+# own right: ZeRO (chapter 21) and sequence parallel (chapter 22) stop here.
+#
+# Now the real thing. Four ranks, 4 MB each: first the star, then the ring. Click a slice to see
+# its bytes and peer; arrows go from a send to the receive that took it.
+
+
+# %% tags=["nbval-ignore-output"]
+def star_then_ring():
+    x = drawn(1_000_000)
+    ring_all_reduce(x[:1000]), star_all_reduce(x[:1000])  # a pair's first message connects it
+    dist.barrier()
+    with sb.trace() as t:
+        with sb.mark("star"):
+            star_all_reduce(x)
+        dist.barrier()
+        with sb.mark("ring"):
+            ring_all_reduce(x)
+    return t
+
+
+sb.trace.merge(sb.run(star_then_ring, world_size=4).values, "star, then ring")
+
+# %% [markdown]
+# In the star, ranks 1 to 3 mostly wait for rank 0. In the ring, all of them send and receive at
+# once, six times a quarter of the size.
+#
+# ## The tree
+#
+# For a *broadcast* of something small, steps matter more than bytes. After a round of a tree
+# everyone who has the value passes it on: 1, 2, 4, 8 ranks have it. A chain needs P-1 rounds, and
+# so does a star: its centre can only do one send at a time.
+
+
+# %%
+def rounds_until_all(world, receivers):
+    """Rank -> round in which it gets the value; receivers(have) lists who gets it next."""
+    got, number = {0: 0}, 0
+    while len(got) < world:
+        number += 1
+        for r in receivers(len(got)):
+            if r < world:
+                got[r] = number
+    return [got[r] for r in range(world)]
+
+
+world = 8
+ways = {
+    "star, chain": rounds_until_all(world, lambda have: [have]),
+    "tree": rounds_until_all(world, lambda have: range(have, 2 * have)),
+}
+fig, axes = plot.figure(9, 1.7, columns=2)
+for ax, (name, got) in zip(axes, ways.items(), strict=True):
+    ax.imshow([got], cmap="Blues_r", vmin=-1, vmax=9)
+    for r, number in enumerate(got):
+        ax.text(r, 0, number, ha="center", va="center", color="white" if number < 4 else "black")
+    ax.set_title(f"{name}: the round in which each rank has it", fontsize=10)
+    ax.set_xticks(range(world), [f"rank {r}" for r in range(world)], fontsize=7)
+    ax.set_yticks([])
+plt.show()
+for world in (4, 8, 64, 1024):
+    print(f"{world:5} ranks: chain {world - 1:5} rounds, tree {math.ceil(math.log2(world)):3}")
+
+
+# %% tags=["nbval-ignore-output"]
+def broadcast_on_the_tree():
+    x = drawn(500_000)
+    tree_broadcast(x[:1000], 0)
+    dist.barrier()
+    with sb.trace() as t, sb.mark("tree_broadcast"):
+        tree_broadcast(x, 0)
+    return t
+
+
+sb.trace.merge(sb.run(broadcast_on_the_tree, world_size=4).values, "tree_broadcast")
+
+# %% [markdown]
+# Two generations of arrows on four ranks: 0 to 1, then 0 and 1 to 2 and 3.
+#
+# ## Two numbers for a network
+#
+# A message of n bytes takes about `alpha + n / beta`: alpha is the latency, beta the bandwidth. We
+# measure it: rank 0 sends, rank 1 sends back, half the time is one message.
+
+
+# %%
+def ping_pong(sizes):
+    """Seconds of one message of each size in bytes, the best of some."""
+    rank = dist.get_rank()
+    best = []
+    for size in sizes:
+        x = torch.zeros(size, dtype=torch.uint8, device=sb.device())
+        times = []
+        for _ in range(40 if size < 100_000 else 8):
+            start = time.perf_counter()
+            for sender in (0, 1):
+                (dist.send if rank == sender else dist.recv)(x, 1 - rank)
+            x[:1].sum().item()  # a device is asynchronous: wait for it
+            times.append((time.perf_counter() - start) / 2)
+        best.append(min(times))
+    return best
+
+
+def fit(sizes, seconds):
+    """alpha in s and beta in bytes/s of seconds = alpha + size / beta, by relative least squares."""
+    n, t = np.array(sizes, float), np.array(seconds)
+    (alpha, per_byte), *_ = np.linalg.lstsq(
+        np.stack([1 / t, n / t], 1), np.ones_like(t), rcond=None
+    )
+    return max(alpha, 1e-7), 1 / max(per_byte, 1e-15)
+
+
+exact = [4**k for k in range(3, 13)]
+alpha, beta = fit(exact, [5e-6 + n / 50e9 for n in exact])
+print(f"the fit finds alpha = {alpha * 1e6:.3f} us and beta = {beta / 1e9:.3f} GB/s put into it")
+
+# %% tags=["nbval-ignore-output"]
+sizes = [4**k for k in range(3, 13)]
+seconds = sb.run(ping_pong, sizes, world_size=2).values[0]
+alpha, beta = fit(sizes, seconds)
+fig, (ax,) = plot.figure(6, 3)
+ax.loglog(sizes, [s * 1e6 for s in seconds], "o", label="measured here")
+ax.loglog(sizes, [(alpha + n / beta) * 1e6 for n in sizes], label="alpha + n / beta")
+ax.set(xlabel="bytes", ylabel="microseconds a message")
+ax.legend()
+plt.show()
+print(f"alpha {alpha * 1e6:.0f} us, beta {beta / 1e9:.2f} GB/s")
+
+# %% [markdown]
+# Left of the bend the size does not matter, only the number of messages. Right of it only bytes
+# count. From these two numbers follows the time of any algorithm, with S the bytes of the tensor:
+#
+# - ring all-reduce: `2(P-1) (alpha + S / (P beta))`
+# - tree all-reduce (sum up the tree, broadcast down): `2 ceil(log2 P) (alpha + S / beta)`
+#
+# The formulas are those of Thakur, Rabenseifner and Gropp, *Optimization of Collective
+# Communication Operations in MPICH* (2005). The next picture is computed, not measured: 64 ranks,
+# alpha = 5 us, beta = 50 GB/s, about one 400 Gbit/s port each.
+
+
+# %%
+def ring_seconds(nbytes, world, alpha, beta):
+    return 2 * (world - 1) * (alpha + nbytes / (world * beta))
+
+
+def tree_seconds(nbytes, world, alpha, beta):
+    return 2 * math.ceil(math.log2(world)) * (alpha + nbytes / beta)
+
+
+sizes = [4**k for k in range(3, 15)]
+fig, (ax,) = plot.figure(6, 3)
+for name, seconds in {"ring": ring_seconds, "tree": tree_seconds}.items():
+    ax.loglog(sizes, [seconds(n, 64, 5e-6, 50e9) * 1e6 for n in sizes], label=name)
+ax.set(xlabel="bytes", ylabel="microseconds (simulated)", title="All-reduce on 64 ranks, computed")
+ax.legend()
+plt.show()
+for world in (8, 64, 512):
+    even = next(
+        n
+        for n in range(1, 10**9, 5000)
+        if ring_seconds(n, world, 5e-6, 50e9) < tree_seconds(n, world, 5e-6, 50e9)
+    )
+    print(f"{world:4} ranks: the ring is faster from about {even / 1e6:.2f} MB on")
+
+# %% [markdown]
+# So libraries carry several algorithms and choose by size and world. NCCL adds double binary
+# trees, which keep the logarithm and the full bandwidth ([NCCL
+# 2.4](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)); HCCL
+# chooses between ring, recursive halving-doubling, NHR and pipeline by topology, size and number
+# of servers, and `HCCL_ALGO` forces one.
+#
+# ## Do the bytes hold?
+#
+# The least that a rank must send, for a full tensor of S bytes, is a closed form. All-reduce is
+# twice everything else, because it is two of them. Measured on our own collectives, on 4 ranks,
+# 96,000 bytes:
+
+
+# %%
+def bytes_sent():
+    x = drawn(24_000)
+    jobs = {
+        "all_reduce": lambda: ring_all_reduce(x),
+        "all_gather": lambda: ring_all_gather(x[:6000]),
+        "reduce_scatter": lambda: ring_reduce_scatter(x),
+        "all_to_all": lambda: all_to_all(list(x.chunk(4))),
+        "broadcast": lambda: tree_broadcast(x, 0),
+    }
+    sent = {}
+    for op, job in jobs.items():
+        with calls.record() as log:
+            job()
+        sent[op] = sum(c.nbytes for c in log if c.op == "send" and c.dtype == x.dtype)
+    return sent
+
+
+by_rank = sb.run(bytes_sent, world_size=4).values
+for op in by_rank[0]:
+    sent = [row[op] for row in by_rank]
+    mean, closed = sum(sent) // 4, collective_bytes(op, 96_000, 4)
+    print(f"{op:15} by rank {sent!s:30} mean {mean:7,}  closed form {closed:7,}  {mean == closed}")
+
+# %% [markdown]
+# (all_to_all counts data only; its messages of sizes add 72 bytes a pair.)
+#
+# A backend need not reach the optimum. Gloo's reduce-scatter is an all-reduce of which each rank
+# keeps a piece ([pytorch#118911](https://github.com/pytorch/pytorch/issues/118911)), twice the
+# bytes. Checks in this book count the calls you make, not what a backend makes of them.
+#
+# ## Nodes: not all links are equal
+#
+# Ranks in one node share a fast link, nodes a slow one. A flat ring crosses between nodes with the
+# whole 2(P-1)/P S, on one port. *Hierarchical*: reduce-scatter inside the node, then every rank
+# all-reduces its own piece with the ranks of the same place in other nodes, all ports at once,
+# then all-gather inside.
+
+
+# %%
+def between_nodes(algorithm, ranks_per_node):
+    x = drawn(24_000)
+    node = dist.get_rank() // ranks_per_node
+    with calls.record() as log:
+        algorithm(x)
+    return sum(c.nbytes for c in log if c.op == "send" and c.peer // ranks_per_node != node)
+
+
+def hierarchical(x):
+    return hierarchical_all_reduce(x, 2)
+
+
+for name, algorithm in {"flat ring": ring_all_reduce, "hierarchical": hierarchical}.items():
+    sent = sb.run(between_nodes, algorithm, 2, world_size=4).values
+    print(f"{name:13} bytes to the other node by rank: {sent}")
+
+# %% [markdown]
+# Two nodes of two ranks: the busiest port carries a third of what it did.
+#
+# ## What is the link?
+#
+# | link | joins | bandwidth | how a byte gets over |
+# |---|---|---|---|
+# | shared memory | processes of a host | that of the memory | written by one core, read by another |
+# | PCIe 5.0 x16 | device and host, devices of a host | 63 GB/s each way (32 GT/s x 16 lanes, PCI-SIG) | DMA engines |
+# | NVLink 4, NVSwitch | GPUs of a node | 900 GB/s a GPU, both directions together (H100 data sheet) | loads, stores and DMA between device memories |
+# | HCCS | NPUs of a node or supernode | see your product's page | DMA between device memories |
+# | TCP | hosts | that of the port, if the CPU keeps up | socket, kernel, copies on both sides |
+# | RDMA: InfiniBand, RoCE | hosts | 50 GB/s a port (NDR, 400 Gbit/s) | the network card reads and writes memory itself |
+#
+# What makes RDMA fast is three things, and each is something that TCP does not do:
+# - **CPU offload**: the card runs the transport protocol: packets, acknowledgements,
+#   retransmissions. The CPU posts a request and polls for its completion.
+# - **Kernel bypass**: that request goes from user space straight to the card's queue, without a
+#   system call or an interrupt, which takes the kernel's microseconds out of alpha.
+# - **Zero copy**: the card reads the registered buffer itself and writes into the receiver's, with
+#   no copy through socket buffers. With GPUDirect RDMA, and between NPUs with RoCE on the card,
+#   that buffer is the device's own memory, so host memory is never touched.
+#
+# ## Which strategy on which link?
+#
+# Psi parameters; b, s, h batch, sequence and hidden size; t, N, P group sizes. Volumes are
+# elements sent by a rank.
+#
+# | strategy | collective | volume | how latency shows | placement |
+# |---|---|---|---|---|
+# | tensor (22) | all-reduce, 2 forward and 2 backward a layer | 2(t-1)/t b s h each | fully: the next matmul waits for it | inside a node |
+# | sequence (22) | all-gather and reduce-scatter instead | the same in all | fully | inside a node, with tensor |
+# | context, ring (24) | send/recv of K and V | 2(P-1) b (s/P) h_kv forward | hidden behind attention if blocks are large | inside, or between nodes |
+# | context, Ulysses (24) | all-to-all, 4 forward | (P-1)/P^2 b s h each | fully | inside a node |
+# | expert (25) | all-to-all, 2 forward | about 2 k tokens h (P-1)/P | fully, and the slowest rank decides | inside, or few nodes |
+# | pipeline (23) | send/recv | b s h a micro-batch and boundary, each way | in the bubble | between nodes |
+# | data (21) | all-reduce of gradients | 2(N-1)/N Psi a step | hidden behind backward | between nodes |
+# | optimizer, ZeRO (21) | reduce-scatter, all-gather | 2(N-1)/N Psi; 3(N-1)/N Psi fully sharded | hidden by prefetching the next layer | between nodes |
+#
+# Rule: what is large *and* can't be hidden goes on the fast link. Tensor parallelism pays per
+# layer, data parallelism once a step. Llama 3 orders its dimensions [TP, CP, PP, DP] from the
+# innermost to the outermost for this reason ([arXiv
+# 2407.21783](https://arxiv.org/abs/2407.21783)).
+#
+# One number to see it. Step-Video's activation is 932.5 MB in bf16 (chapter 11), three all-reduces
+# a block under tensor parallelism, 48 blocks, 8 ranks. At the full rate of NVLink 4 (450 GB/s each
+# way) and of one NDR port (50 GB/s):
+
+# %%
+sent = collective_bytes("all_reduce", 36 * 34 * 62 * 6144 * 2, 8)
+print(f"{sent / 1e9:.2f} GB sent by a rank for each all-reduce")
+for name, rate in {"450 GB/s": 450e9, " 50 GB/s": 50e9}.items():
+    print(f"{name}: {3 * 48 * sent / rate:5.2f} s for one pass through 48 blocks")
+
+# %% [markdown]
+# ## The same code on two hosts
+#
+# `sb.run` starts ranks from a cell. On a cluster `torchrun` starts them, one agent a host, and the
+# agents find each other at a *rendezvous*. The function stays the same: under torchrun `sb.run`
+# runs it in place. Below, two agents on this machine play two hosts of two ranks each; on a real
+# pair of hosts each runs one of the two commands, with the first host's name for `localhost`.
+
+
+# %%
+def sum_over_hosts():
+    """hierarchical_all_reduce, with the ranks of a host as node."""
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    x = torch.arange(3.0, device=sb.device()) + dist.get_rank()
+    return hierarchical_all_reduce(x, per_node).tolist()
+
+
+print("from a cell:", sb.run(sum_over_hosts, world_size=4).values[0])
+
+# %%
+program = f"""
+import os
+import shardbook as sb
+import torch
+import torch.distributed as dist
+from shardbook.parallel.collectives import hierarchical_all_reduce
+
+{inspect.getsource(sum_over_hosts)}
+result = sb.run(sum_over_hosts, world_size=4)
+host, rank = os.environ["GROUP_RANK"], dist.get_rank()
+print(f"host {{host}} rank {{rank}} of {{dist.get_world_size()}}: {{result.values[rank]}}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def two_hosts(path):
+    """The lines that two torchrun agents print for the program at path."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=lesson13"]
+    quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    quiet["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    agents = [
+        subprocess.Popen(
+            [*command, path],
+            env=os.environ | quiet,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        finished = [agent.communicate(timeout=150) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()  # no effect on one that has ended
+    if any(agent.returncode for agent in agents):
+        raise RuntimeError("an agent failed:\n" + "\n".join(err[-1500:] for _, err in finished))
+    return sorted(line for out, _ in finished for line in out.splitlines())
+
+
+with tempfile.TemporaryDirectory() as folder:
+    path = os.path.join(folder, "two_hosts.py")
+    with open(path, "w") as file:
+        file.write(program)
+    lines = two_hosts(path)
+for rank in range(4):
+    print(next(line.split(" ", 2)[2] for line in lines if f" rank {rank} " in line))
+print("hosts:", sorted({line.split()[1] for line in lines}))
+
+# %% [markdown]
+# Which agent becomes host 0 is decided at the rendezvous, so the lines are printed by rank.
+#
+# ## On a real cluster
+#
+# **Measure before you believe a table.** nccl-tests and hccl_test report *algorithm* and *bus*
+# bandwidth: the bus figure is the first times 2(n-1)/n for an all-reduce, so that it can be
+# compared with the link ([nccl-tests,
+# PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)). It is this
+# chapter's closed form.
+#
+# **NPU and HCCL.** Between the NPUs of a server HCCL picks the algorithm by topology and you can't
+# change it; between servers `HCCL_ALGO` can. A rank that stays away shows after
+# `HCCL_EXEC_TIMEOUT`, a connection that fails after `HCCL_CONNECT_TIMEOUT`. Reductions take int8
+# to int64, fp16, bf16 and fp32, so a sum in fp64 or of bools must be cast first. `recv` needs a
+# source: there is no "from any rank".
+#
+# **CUDA and NCCL.** `NCCL_DEBUG=INFO` prints the rings and trees that were chosen, and whether
+# GPUDirect RDMA is used (`GDRDMA` in the lines of a channel). Point-to-point calls run on a
+# stream: a `send` returns before the data has left, and the send/send deadlock above appears as
+# two kernels that never end.
+#
+# **Many hosts.** Set the interface (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`,
+# `HCCL_SOCKET_IFNAME`) where hosts have several; most "hangs at start" are the wrong one or a
+# closed port. Number ranks so that neighbours share a node: torchrun does, and
+# `hierarchical_all_reduce` and every placement above rely on it.
+#
+# Next: the [lab](../labs/13_communication.ipynb), in which you write the seven functions that this
+# lesson imported.
