@@ -1,5 +1,6 @@
 """Read Chrome traces that others wrote: torch.profiler, torch_npu.profiler, VizTracer, Perfetto."""
 
+import bisect
 import gzip
 import json
 import os
@@ -120,10 +121,8 @@ def normalise(trace: dict | list) -> dict:
                 out.append({**e, "pid": numbers[pid], "tid": next_tid + lane})
             next_tid += max(lanes, default=0) + 1
         meta += names_of(numbers[pid], named.get(("process_name", pid, None), str(pid)), threads)
-    for e in others:
-        if e["ph"] in "Cistf" and "name" in e:
-            pid, tid = e.get("pid", 0), e.get("tid", 0)
-            out.append({**e, "pid": numbers[pid], "tid": moved[pid, tid]})
+    flows = _flows(out, [_moved(e, numbers, moved) for e in others if e["ph"] in "sf"])
+    out += flows + [_moved(e, numbers, moved) for e in others if e["ph"] in "Ci" and "name" in e]
     out.sort(key=lambda e: (e["ts"], -e.get("dur", 0)))
     for e in out:
         e["ts"] = us(e["ts"] - zero)
@@ -132,6 +131,39 @@ def normalise(trace: dict | list) -> dict:
         e["name"] = str(e.get("name", ""))
         e.pop("began", None)
     return {"traceEvents": meta + out, "displayTimeUnit": "ms"}
+
+
+def _moved(event: dict, pids: dict, tids: dict) -> dict:
+    pid, tid = event.get("pid", 0), event.get("tid", 0)
+    return {**event, "pid": pids[pid], "tid": tids[pid, tid]}
+
+
+def _flows(slices: list[dict], ends: list[dict]) -> list[dict]:
+    """Flows whose two ends lie in slices, moved by a nanosecond where they lie on an edge."""
+    threads = defaultdict(list)
+    for e in slices:
+        threads[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
+    starts = {}
+    for key, spans in threads.items():
+        spans.sort()
+        starts[key] = [start for start, _ in spans]
+    found = defaultdict(dict)
+    for e in ends:
+        key, at = (e["pid"], e["tid"]), e["ts"]
+        spans = threads[key]
+        last = bisect.bisect_right(starts.get(key, []), at)
+        if e["ph"] == "f" and e.get("bp") != "e" and last < len(spans):
+            at = spans[last][0]  # without bp an arrow ends at the next slice
+            last += 1
+        for start, end in reversed(spans[max(0, last - 64) : last]):
+            if start <= at <= end and end - start >= 2:
+                found[e.get("id")][e["ph"]] = {
+                    **{"name": "flow", **e, "ts": min(max(at, start + 1), end - 1)},
+                    **({"bp": "e"} if e["ph"] == "f" else {}),
+                }
+                break
+    whole = [f for f in found.values() if len(f) == 2 and f["s"]["ts"] <= f["f"]["ts"]]
+    return [{**f[ph], "id": number} for number, f in enumerate(whole, 1) for ph in ("s", "f")]
 
 
 def names(events: list[dict]) -> dict[tuple, str]:

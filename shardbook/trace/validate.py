@@ -21,6 +21,7 @@ def validate(trace: dict) -> list[str]:
             continue
         if e["ph"] == "M":
             continue
+        before = len(problems)
         if not isinstance(e["pid"], int) or not isinstance(e.get("tid", 0), int):
             problems.append(f"{e['name']!r}: pid and tid must be whole numbers")
         for key in ("ts", "dur") if e["ph"] == "X" else ("ts",):
@@ -29,6 +30,8 @@ def validate(trace: dict) -> list[str]:
                 problems.append(f"{e['name']!r}: {key} is {value}")
             elif int(value * 1000) != round(value * 1000):
                 problems.append(f"{e['name']!r}: {key} {value!r} is not a whole nanosecond")
+        if len(problems) > before:
+            continue
         if e["ph"] == "X":
             start, length = int(e["ts"] * 1000), int(e["dur"] * 1000)
             threads[e["pid"], e["tid"]].append((start, start + length, e["name"]))

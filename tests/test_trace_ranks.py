@@ -1,0 +1,111 @@
+"""Traces of several ranks: one timeline, arrows from send to recv, shards of a DTensor."""
+
+import torch
+import torch.distributed as dist
+
+import shardbook as sb
+from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.trace import merge, validate
+
+
+def _all_kinds():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = tiny_lm(num_layers=1).to(sb.device())
+    x, y = (t.to(sb.device()) for t in counting_batch(rank))
+    token_loss(model(x), y).backward()
+    dist.all_reduce(model.head.weight.grad)
+    work = dist.all_reduce(model.embed.weight.grad, async_op=True)
+    sb.pace(5, "matmul")
+    work.wait()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for i in range(3):
+        there = torch.full((i + 1,), float(rank), device=sb.device())
+        here = torch.empty_like(there)
+        ops = [dist.P2POp(dist.isend, there, right), dist.P2POp(dist.irecv, here, left)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+    pair = torch.zeros(2, device=sb.device())
+    if rank == 0:
+        dist.send(pair, 1, tag=7)
+        dist.send(pair, 1, tag=8)
+    if rank == 1:
+        waits = [dist.irecv(pair.clone(), 0, tag=t) for t in (8, 7)]
+        for work in waits:
+            work.wait()
+
+
+def test_all_ranks_on_one_timeline(tmp_path):
+    trace = sb.run(_all_kinds, world_size=3, trace=True).trace
+    chrome = trace.chrome()
+    assert validate(chrome) == []
+    slices = [e for e in chrome["traceEvents"] if e["ph"] == "X"]
+    assert {e["pid"] for e in slices} == {0, 1, 2}
+    assert {e["name"] for e in slices} >= {"TinyLM", "blocks.0.attn.qkv (backward)", "all_reduce"}
+    ends = {}
+    for e in chrome["traceEvents"]:
+        if e["ph"] in "sf":
+            holder = [
+                s
+                for s in slices
+                if (s["pid"], s["tid"]) == (e["pid"], e["tid"])
+                and s["ts"] < e["ts"] < s["ts"] + s["dur"]
+            ]
+            assert len(holder) == 1
+            ends.setdefault(e["id"], {})[e["ph"]] = holder[0]
+    assert len(ends) == 3 * 3 + 2
+    for pair in ends.values():
+        sent, received = pair["s"], pair["f"]
+        assert sent["name"] == f"send to {received['pid']}"
+        assert received["name"] == f"recv from {sent['pid']}"
+        assert sent["args"]["bytes"] == received["args"]["bytes"]
+    tracks = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in chrome["traceEvents"]
+        if e["name"] == "thread_name"
+    }
+    kinds = [tracks[e["pid"], e["tid"]] for e in slices if e["name"] == "all_reduce"]
+    assert sorted(kinds) == ["async collectives"] * 3 + ["collectives"] * 3
+
+    table = trace.comm()
+    row = next(r for r in table if (r["rank"], r["op"]) == (1, "all_reduce"))
+    assert (row["calls"], row["bytes"]) == (2, 2 * 64 * 64 * 4)
+    row = next(r for r in table if (r["rank"], r["op"]) == (2, "send"))
+    assert (row["calls"], row["bytes"]) == (3, (1 + 2 + 3) * 4)
+    assert len([r for r in trace.table() if r["name"] == "TinyLM" or not r["name"]]) == 3
+
+
+def _sharded():
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    model = tiny_lm(num_layers=1, dim=16).to(sb.device())
+    mesh = dist.init_device_mesh(sb.device().type, (2,), mesh_dim_names=("tp",))
+    mlp = model.blocks[0].mlp
+    parallelize_module(mlp, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = torch.randn(2, 3, 16).to(sb.device())
+    with sb.trace(mlp, tp=dist.get_rank()) as t:
+        mlp(x).sum().backward()
+    return t
+
+
+def test_parameters_of_a_dtensor_show_shard_and_full_shape():
+    trace = merge(sb.run(_sharded, world_size=2).values)
+    chrome = trace.chrome()
+    assert validate(chrome) == []
+    rows = [r for r in trace.table() if r["rank"] == 1]
+    up = next(r for r in rows if r["name"] == "up")
+    assert up["own"]["weight"].startswith("float32[32, 16] of [64, 16]")
+    assert (up["parameters"], up["local_parameters"]) == (64 * 17, 32 * 17)
+    assert rows[0]["parameters"] == 2 * 64 * 16 + 64 + 16
+    assert "on this rank" in str(trace.table())
+    ops = {(r["rank"], r["op"]) for r in trace.comm()}
+    assert (0, "all_reduce") in ops and (1, "all_reduce") in ops
+    titles = [e["args"]["name"] for e in chrome["traceEvents"] if e["name"] == "process_name"]
+    assert titles == ["rank 0 (tp=0)", "rank 1 (tp=1)"]
+    # the all-reduce is a hook of the module down: it lies inside its slice
+    down = next(e for e in chrome["traceEvents"] if e["name"] == "down" and e["pid"] == 0)
+    reduce = next(e for e in chrome["traceEvents"] if e["name"] == "all_reduce" and e["pid"] == 0)
+    assert down["ts"] < reduce["ts"] < down["ts"] + down["dur"]
