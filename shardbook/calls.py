@@ -188,7 +188,7 @@ def _describe(name: str, args: tuple) -> tuple[Call, set[int]]:
         elif isinstance(arg, int) and not isinstance(arg, bool):
             numbers.append(arg)
         elif found := list(_tensors(arg)):
-            sides.append(sum(x.nbytes for x in found))
+            sides.append(sum(x.numel() * x.element_size() for x in found))  # sparse too
             tensors += found
     op = OPS[name]
     peer, tag = None, 0
@@ -217,7 +217,7 @@ def _describe(name: str, args: tuple) -> tuple[Call, set[int]]:
         group_name=group.group_name if group is not None else "",
         tag=tag,
     )
-    return call, {x.data_ptr() for x in tensors if x.numel()}
+    return call, {x.data_ptr() for x in tensors if x.layout is torch.strided and x.numel()}
 
 
 _PASSED = ("torch", "shardbook.calls", "typing_extensions", "functools", "contextlib")

@@ -244,6 +244,17 @@ def test_recordings_nest_and_end():
     assert sb.run(nests_and_ends, world_size=2).values[0] == (2, 1, 0, {"all_reduce": (2, 12)})
 
 
+def sparse():
+    x = torch.eye(3).to_sparse()
+    with calls.record() as log:
+        dist.all_reduce(x)
+    return x.to_dense().trace().item(), log[0].op, log[0].shape
+
+
+def test_sparse_tensors_pass():
+    assert sb.run(sparse, world_size=2).values == [(6.0, "all_reduce", (3, 3))] * 2
+
+
 def results_are_right():
     calls.install()
     rank = dist.get_rank()
