@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..device import device
 from .schedules import Schedule
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -32,17 +33,19 @@ def run_pipeline(
         raise ValueError(
             f"the schedule has {len(schedule)} stages, expected one a rank ({last + 1})"
         )
-    device = next((p.device for p in stage.parameters()), None) or torch.device("cpu")
     num_microbatches = 1 + max(i for _, i, _ in schedule[rank])
-    live: dict[
-        int, tuple[Tensor, Tensor]
-    ] = {}  # micro-batch -> (input, output), until its backward
+    live: dict[int, tuple[Tensor, Tensor]] = {}  # micro-batch -> (input, output)
     sent: list[tuple[dist.Work, Tensor]] = []  # the tensors must outlive their transfer
     losses = []
+    # Messages of a neighbour come in the order of ITS schedule; what is early waits in a box.
+    inputs = _Inbox(schedule, rank - 1, "F", lambda i: recv_activation(rank - 1, group))
+    grads = _Inbox(
+        schedule, rank + 1, "B", lambda i: _recv(torch.empty_like(live[i][1]), rank + 1, group)
+    )
 
     for kind, i, _ in schedule[rank]:
         if kind == "F":
-            x = microbatches[i] if rank == 0 else recv_activation(rank - 1, device, group)
+            x = microbatches[i] if rank == 0 else inputs.take(i)
             y = stage(x)
             if rank == last:
                 y = loss_fn(y, targets[i]) / num_microbatches
@@ -51,14 +54,30 @@ def run_pipeline(
                 send_activation(y.detach(), rank + 1, group, sent)
             live[i] = x, y
         else:
-            x, y = live.pop(i)  # from here on the activations are free
-            grad = None if rank == last else _recv(torch.empty_like(y), rank + 1, group)
+            grad = None if rank == last else grads.take(i)
+            x, y = live.pop(i)
             y.backward(grad)
             if rank > 0:
                 _send(x.grad, rank - 1, group, sent)
+        del x, y  # or the graph would outlive its backward by one operation
     for work, _ in sent:
         work.wait()
     return torch.stack(losses).sum() if rank == last else None
+
+
+class _Inbox:
+    """Receives from a neighbour in the order it sends, hands out in the order we need."""
+
+    def __init__(self, schedule: Schedule, peer: int, kind: str, receive: Callable[[int], Tensor]):
+        order = schedule[peer] if 0 <= peer < len(schedule) else []
+        self.coming = iter([i for k, i, _ in order if k == kind])
+        self.receive, self.early = receive, {}
+
+    def take(self, i: int) -> Tensor:
+        while i not in self.early:
+            j = next(self.coming)
+            self.early[j] = self.receive(j)
+        return self.early.pop(i)
 
 
 def send_activation(y: Tensor, peer: int, group, sent: list) -> None:
@@ -69,11 +88,11 @@ def send_activation(y: Tensor, peer: int, group, sent: list) -> None:
     _send(y, peer, group, sent)
 
 
-def recv_activation(peer: int, device: torch.device, group) -> Tensor:
+def recv_activation(peer: int, group) -> Tensor:
     """The activation of the stage before, as a leaf that collects its gradient."""
-    header = _recv(torch.empty(_HEADER, dtype=torch.int64, device=device), peer, group).tolist()
+    header = _recv(torch.empty(_HEADER, dtype=torch.int64, device=device()), peer, group).tolist()
     shape = header[2 : 2 + header[1]]
-    x = torch.empty(shape, dtype=_DTYPES[header[0]], device=device)
+    x = torch.empty(shape, dtype=_DTYPES[header[0]], device=device())
     return _recv(x, peer, group).requires_grad_()
 
 

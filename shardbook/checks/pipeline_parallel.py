@@ -1,0 +1,522 @@
+"""Chapter 23: pipeline parallel. A clock of our own plays the schedules that are judged."""
+
+import random as rng
+import weakref
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from .. import calls
+from ..device import device
+from .framework import check, close, expect, random, refuses, same, total
+
+SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
+SHAPES = [(4, 8), (3, 5), (5, 2), (2, 1), (1, 3)]  # (stages, micro-batches)
+
+
+def _groups():
+    """(size, group or None where this rank is not in it, rank in it), every size in turn."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for size in SIZES:
+        group = dist.new_group(list(range(world - size, world)))
+        if rank >= world - size:
+            yield size, group, rank - (world - size)
+
+
+# ---- an independent clock: longest paths by repeated relaxation
+
+
+def _play(schedule, forward=1.0, backward=2.0, send=0.0):
+    """(makespan, {(rank, kind, microbatch, chunk): (start, end)}); Wrong where it can't run."""
+    p = len(schedule)
+    chunks = 1 + max(op[2] for stage in schedule for op in stage)
+    ops = [(s, *op) for s, stage in enumerate(schedule) for op in stage]
+    needs = {}
+    for s, stage in enumerate(schedule):
+        for at, (kind, i, c) in enumerate(stage):
+            before = [((s, *stage[at - 1]), 0.0)] if at else []
+            block = c * p + s + (-1 if kind == "F" else 1)
+            if kind == "B":
+                before.append(((s, "F", i, c), 0.0))
+            if 0 <= block < p * chunks:
+                other = block % p
+                before.append(((other, kind, i, block // p), send if other != s else 0.0))
+            needs[s, kind, i, c] = before
+    end: dict = {}
+    for _ in range(len(ops) + 1):
+        changed = False
+        for op in ops:
+            if op in end or any(n not in end for n, _ in needs[op]):
+                continue
+            start = max((end[n] + latency for n, latency in needs[op]), default=0.0)
+            end[op] = start + (forward if op[1] == "F" else backward)
+            changed = True
+        if not changed:
+            break
+    stuck = [op for op in ops if op not in end]
+    expect(not stuck, f"the schedule deadlocks: nothing can run before stage {stuck[:1]}")
+    cost = {"F": forward, "B": backward}
+    return max(end.values()), {op: (t - cost[op[1]], t) for op, t in end.items()}
+
+
+def _peaks(schedule) -> list[int]:
+    out = []
+    for stage in schedule:
+        live = [0]
+        for kind, *_ in stage:
+            live.append(live[-1] + (1 if kind == "F" else -1))
+        out.append(max(live))
+    return out
+
+
+def _well_formed(schedule, p: int, m: int, v: int) -> None:
+    expect(isinstance(schedule, list), f"it is {type(schedule).__name__}, expected a list")
+    expect(len(schedule) == p, f"it has {len(schedule)} stages, expected {p}")
+    wanted = sorted((kind, i, c) for kind in "FB" for i in range(m) for c in range(v))
+    for s, stage in enumerate(schedule):
+        got = sorted(tuple(op) for op in stage)
+        expect(
+            got == wanted,
+            f"stage {s} of {p} with {m} micro-batches does {len(got)} operations, expected each "
+            f"of the {len(wanted)} (kind, microbatch, chunk) once",
+        )
+
+
+def _judge(schedule, p: int, m: int, v: int, peaks: list[int]) -> None:
+    makespan, _ = _play(schedule)
+    # one chunk's forward takes 1 and its backward 2
+    same(makespan, 3.0 * (v * m + p - 1), f"the time of {p} stages and {m} micro-batches")
+    same(_peaks(schedule), peaks, f"live micro-batches per stage ({p} stages, {m} micro-batches)")
+
+
+RUNS = "each stage does every micro-batch once, and the pipeline runs without deadlock"
+BUBBLE = "the time is that of the closed form"
+
+
+@check("gpipe")
+def gpipe(answer, report):
+    """All forwards, then all backwards."""
+    with report.property(RUNS, hint='a stage is a list of ("F" or "B", microbatch, 0)'):
+        for p, m in SHAPES:
+            schedule = answer(p, m)
+            _well_formed(schedule, p, m, 1)
+            _play(schedule)
+    with report.property(
+        "all forwards come before all backwards, so every micro-batch is live at once",
+        hint="GPipe's flush: no backward before the last forward, on every stage",
+    ):
+        for p, m in SHAPES:
+            for s, stage in enumerate(answer(p, m)):
+                kinds = "".join(op[0] for op in stage)
+                expect(kinds == "F" * m + "B" * m, f"stage {s} runs {kinds} for {m} micro-batches")
+    with report.property(
+        BUBBLE,
+        hint="backwards must leave in an order in which the stage before can use them at once",
+    ):
+        for p, m in SHAPES:
+            _judge(answer(p, m), p, m, 1, [m] * p)
+
+
+@check("one_f_one_b")
+def one_f_one_b(answer, report):
+    """Backward as early as possible."""
+    with report.property(RUNS, hint="count warm-up, steady pairs and the backwards left"):
+        for p, m in [*SHAPES, (4, 3)]:
+            schedule = answer(p, m)
+            _well_formed(schedule, p, m, 1)
+            _play(schedule)
+    with report.property(
+        "stage s holds at most p - s live micro-batches",
+        hint="stage s warms up with p - s - 1 forwards (fewer if there are fewer micro-batches), "
+        "then runs one forward and one backward in turn",
+    ):
+        for p, m in [*SHAPES, (4, 3)]:
+            peaks = _peaks(answer(p, m))
+            same(peaks, [min(p - s, m) for s in range(p)], f"live micro-batches ({p} stages, {m})")
+    with report.property(BUBBLE, hint="in the steady state the forward comes before the backward"):
+        for p, m in [*SHAPES, (4, 3)]:
+            _judge(answer(p, m), p, m, 1, [min(p - s, m) for s in range(p)])
+
+
+@check("interleaved")
+def interleaved(answer, report):
+    """Virtual stages."""
+    shapes = [(4, 8, 2), (2, 4, 3), (3, 6, 2), (2, 2, 4), (4, 4, 1)]
+    with report.property(
+        RUNS,
+        hint="micro-batches pass the chunks in groups of p: p of them through chunk 0, the same "
+        "through chunk 1, …; backwards take the chunks the other way",
+    ):
+        for p, m, v in shapes:
+            schedule = answer(p, m, v)
+            _well_formed(schedule, p, m, v)
+            _play(schedule)
+    with report.property(
+        "live chunks per stage are 2(p-s-1) + (v-1)p + 1",
+        hint="that many forwards, less one, run before the first backward",
+    ):
+        for p, m, v in shapes:
+            wanted = [min(2 * (p - s - 1) + (v - 1) * p + 1, m * v) for s in range(p)]
+            if v > 1:  # with one chunk other warm-ups are as good
+                same(_peaks(answer(p, m, v)), wanted, f"live chunks ({p} stages, {m}, {v} chunks)")
+    with report.property(BUBBLE, hint="warm up, then a forward and a backward in turn"):
+        for p, m, v in shapes:
+            makespan, _ = _play(answer(p, m, v))
+            same(makespan, 3.0 * (v * m + p - 1), f"the time of {p} stages, {m}, {v} chunks")
+    with report.property(
+        "ValueError where the micro-batches do not divide by the stages",
+        hint="groups of p micro-batches need m to be a multiple of p",
+    ):
+        refuses(answer, 4, 6, 2, what="6 micro-batches on 4 stages")
+        refuses(answer, 3, 4, 2, what="4 micro-batches on 3 stages")
+
+
+def _random_schedule(p: int, m: int, v: int, seed: int):
+    """A schedule that runs: a random order among what is ready."""
+    chooser = rng.Random(seed)
+    schedule = [[] for _ in range(p)]
+    done: set = set()
+    todo = [(s, k, i, c) for s in range(p) for k in "FB" for i in range(m) for c in range(v)]
+    while todo:
+        ready = []
+        for s, k, i, c in todo:
+            block = c * p + s
+            before = block - 1 if k == "F" else block + 1
+            have = not 0 <= before < p * v or (k, i, before) in done
+            if have and (k == "F" or ("F", i, block) in done):
+                ready.append((s, k, i, c))
+        s, k, i, c = chooser.choice(ready)
+        todo.remove((s, k, i, c))
+        done.add((k, i, c * p + s))
+        schedule[s].append((k, i, c))
+    return schedule
+
+
+@check("simulate")
+def simulate(answer, report):
+    """A schedule against a clock."""
+    cases = [
+        (_random_schedule(p, m, v, seed), times)
+        for seed, (p, m, v) in enumerate([(1, 2, 1), (3, 4, 1), (4, 3, 2), (2, 5, 3)])
+        for times in ((1.0, 2.0, 0.0), (1.5, 2.25, 0.75), (3.0, 1.0, 4.0))
+    ]
+    with report.property(
+        "makespan and timeline are those of the dependencies",
+        hint="an operation starts when its stage is free AND its input has arrived: the forward of "
+        "the block before, for a backward that of the block after and its own forward; `send` "
+        "counts between different ranks only",
+    ):
+        for schedule, (forward, backward, send) in cases:
+            makespan, times = _play(schedule, forward, backward, send)
+            result = answer(schedule, forward, backward, send)
+            what = f"{len(schedule)} stages, F {forward}, B {backward}, send {send}"
+            got = result["makespan"]
+            expect(abs(got - makespan) < 1e-9, f"makespan is {got} for {what}, expected {makespan}")
+            line = {tuple(op[:4]): tuple(op[4:]) for op in result["timeline"]}
+            expect(len(result["timeline"]) == len(times), f"timeline misses operations for {what}")
+            for op, (start, end) in times.items():
+                expect(op in line, f"timeline has no (rank, kind, microbatch, chunk) = {op}")
+                near = abs(line[op][0] - start) < 1e-9 and abs(line[op][1] - end) < 1e-9
+                expect(near, f"{op} runs {line[op]} for {what}, expected {(start, end)}")
+    with report.property(
+        "bubble is the idle share of all ranks' time, and peak_live counts started forwards",
+        hint="1 - busy / (ranks * makespan); a micro-batch lives from its forward to its backward",
+    ):
+        for schedule, (forward, backward, send) in cases:
+            makespan, _ = _play(schedule, forward, backward, send)
+            result = answer(schedule, forward, backward, send)
+            work = sum(forward if op[0] == "F" else backward for stage in schedule for op in stage)
+            bubble = 1 - work / (len(schedule) * makespan)
+            got = result["bubble"]
+            expect(abs(got - bubble) < 1e-9, f"bubble is {got:.4f}, expected {bubble:.4f}")
+            same(list(result["peak_live"]), _peaks(schedule), "peak_live")
+    with report.property(
+        "defaults: a forward takes 1, a backward 2, sending nothing",
+        hint="see the signature in the exercise",
+    ):
+        schedule = _random_schedule(3, 4, 1, 7)
+        same(answer(schedule)["makespan"], _play(schedule)[0], "makespan by default")
+    with report.property(
+        "ValueError for a schedule that deadlocks, or that misses or repeats work",
+        hint="stop when no stage can go on; compare what each stage does with what it must do",
+    ):
+        late = [[("B", 0, 0), ("F", 0, 0)]]
+        refuses(answer, late, what="a backward before its forward")
+        cross = [
+            [("F", 0, 0), ("B", 0, 0), ("F", 1, 0), ("B", 1, 0)],
+            [("F", 1, 0), ("B", 1, 0), ("F", 0, 0), ("B", 0, 0)],
+        ]
+        refuses(answer, cross, what="stages that wait for each other")
+        missing = [[("F", 0, 0), ("F", 1, 0), ("B", 0, 0), ("B", 1, 0)], [("F", 0, 0), ("B", 0, 0)]]
+        refuses(answer, missing, what="a stage that misses a micro-batch")
+        twice = [[("F", 0, 0), ("F", 0, 0), ("B", 0, 0), ("B", 0, 0)]]
+        refuses(answer, twice, what="a micro-batch done twice")
+
+
+@check("bubble_fraction")
+def bubble_fraction(answer, report):
+    """The closed form."""
+    with report.property(
+        "(p-1) / (v m + p - 1), of the whole time",
+        hint="the idle slots over ALL slots, not over the busy ones",
+    ):
+        for p, m in [(4, 8), (2, 3), (7, 5), (1, 4)]:
+            for v in (1, 2, 5):
+                got, expected = answer(p, m, v), (p - 1) / (v * m + p - 1)
+                what = f"the bubble of {p} stages, {m} micro-batches, {v} chunks"
+                expect(abs(got - expected) < 1e-12, f"{what} is {got}, expected {expected:.4f}")
+    with report.property("one chunk is the default", hint="see the signature in the exercise"):
+        expect(abs(answer(4, 8) - 3 / 11) < 1e-12, f"bubble_fraction(4, 8) is {answer(4, 8)}")
+
+
+# ---- real stages
+
+
+class _Token:
+    """Lives as long as a micro-batch's graph does."""
+
+
+class _Hold(torch.autograd.Function):
+    """The identity; its graph node holds a token."""
+
+    @staticmethod
+    def forward(ctx, x, token):
+        ctx.token = token
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Stage(nn.Module):
+    """One stage; counts how many of its outputs are alive when a forward starts."""
+
+    def __init__(self, index: int, stages: int):
+        super().__init__()
+        widths = [5 + 2 * i for i in range(stages)] + [3]
+        self.linear = nn.Linear(widths[index], widths[index + 1])
+        with torch.no_grad():
+            self.linear.weight.copy_(random(*self.linear.weight.shape, seed=10 + index) / 2)
+            self.linear.bias.copy_(random(*self.linear.bias.shape, seed=20 + index))
+        self.alive: list[weakref.ref] = []
+        self.peak = 0
+
+    def forward(self, x):
+        self.alive = [r for r in self.alive if r() is not None]
+        self.peak = max(self.peak, len(self.alive) + 1)
+        token = _Token()
+        self.alive.append(weakref.ref(token))
+        return _Hold.apply(torch.tanh(self.linear(x)), token)
+
+
+def _data(m: int):
+    """Micro-batches of different sizes, and their targets."""
+    xs = [random(2 + i % 3, 4, 5, seed=100 + i) for i in range(m)]
+    ys = [random(2 + i % 3, 4, 3, seed=200 + i) for i in range(m)]
+    return xs, ys
+
+
+def _loss(y, target):
+    return F.mse_loss(y, target)
+
+
+def _flush(p, m):
+    return [[("F", i, 0) for i in range(m)] + [("B", i, 0) for i in range(m)] for _ in range(p)]
+
+
+def _steady(p, m):
+    stages = []
+    for s in range(p):
+        warm, ops = min(p - s - 1, m), []
+        ops += [("F", i, 0) for i in range(warm)]
+        for i in range(m - warm):
+            ops += [("F", warm + i, 0), ("B", i, 0)]
+        stages.append(ops + [("B", i, 0) for i in range(m - warm, m)])
+    return stages
+
+
+def _run(answer, schedule, m: int, group, size: int, rank: int):
+    stage = _Stage(rank, size).to(device())
+    for p in stage.parameters():
+        p.grad = torch.ones_like(p)  # an earlier step's gradient must not be wiped
+    xs, ys = _data(m)
+    xs = [x.to(device()) for x in xs] if rank == 0 else None
+    ys = [y.to(device()) for y in ys] if rank == size - 1 else None
+    with calls.record() as log:
+        loss = answer(stage, schedule, xs, ys, _loss, group)
+    grads = [p.grad.detach().cpu() - 1 for p in stage.parameters()]
+    left = sum(r() is not None for r in stage.alive)
+    value = None if loss is None else torch.as_tensor(loss).detach().cpu()
+    return grads, value, log, stage.peak, left
+
+
+def _pipelines(answer, kind: str):
+    results = []
+    for size, group, rank in _groups():
+        m = 5
+        if kind == "random":
+            schedule = _random_schedule(size, m, 1, seed=size)
+        else:
+            schedule = (_flush if kind == "flush" else _steady)(size, m)
+        results.append((size, m, rank, *_run(answer, schedule, m, group, size, rank)))
+    return results
+
+
+def _expected(size: int, m: int):
+    """Gradients by stage and the loss of the unsplit model, in one process."""
+    stages = [_Stage(i, size) for i in range(size)]
+    xs, ys = _data(m)
+    loss = sum(_loss(nn.Sequential(*stages)(x), y) for x, y in zip(xs, ys, strict=True)) / m
+    loss.backward()
+    return [[p.grad for p in stage.parameters()] for stage in stages], loss.detach()
+
+
+def _judge_pipelines(values) -> None:
+    for results in values:
+        for size, m, rank, grads, loss, *_ in results:
+            wanted, wanted_loss = _expected(size, m)
+            where = f"stage {rank} of {size}"
+            for got, want in zip(grads, wanted[rank], strict=True):
+                close(got, want, f"a gradient of {where}")
+            if rank == size - 1:
+                expect(loss is not None, f"{where} returned None, expected the loss")
+                close(loss.reshape(()), wanted_loss, f"the loss of {size} stages")
+            else:
+                expect(
+                    loss is None, f"{where} returned {loss}, expected None: only the last has it"
+                )
+
+
+@check("run_pipeline")
+def run_pipeline(answer, report):
+    """Micro-batches through real stages."""
+    values = steady = None
+    with report.property(
+        "loss and gradients equal the unsplit model's under GPipe's schedule, 1 to 4 stages",
+        hint="the loss is the mean over micro-batches, so each one's gradient counts 1/m; pass "
+        "group= and group ranks to every send and receive; add to .grad, don't replace it",
+    ):
+        values = report.ranks(_pipelines, 4, answer, "flush")
+        _judge_pipelines(values)
+    with report.property(
+        "and under 1F1B",
+        hint="follow the schedule's order, keep input and output by micro-batch, and do not wait "
+        "for a send before the next operation",
+    ):
+        steady = report.ranks(_pipelines, 4, answer, "steady")
+        _judge_pipelines(steady)
+    with report.property(
+        "and under any other order that can run",
+        hint="the schedule says which micro-batch comes next; do not assume 0, 1, 2, …",
+    ):
+        _judge_pipelines(report.ranks(_pipelines, 4, answer, "random"))
+    with report.property(
+        "under 1F1B stage s holds p - s micro-batches' activations, and none at the end",
+        hint="drop a micro-batch's input and output when its backward is done",
+    ):
+        for results in steady or report.ranks(_pipelines, 4, answer, "steady"):
+            for size, m, rank, _, _, _, peak, left in results:
+                most = min(size - rank, m)
+                expect(peak <= most, f"stage {rank} of {size} held {peak}, expected {most}")
+                expect(left == 0, f"stage {rank} of {size} still holds {left} at the end")
+    with report.property(
+        "each boundary carries m activations forward and m gradients back, point to point",
+        hint="a stage talks to its neighbours only; the shape may travel in one small message",
+    ):
+        for results in values or report.ranks(_pipelines, 4, answer, "flush"):
+            for size, m, rank, _, _, log, *_ in results:
+                forward = sum(x[..., 0].numel() for x in _data(m)[0]) * 4
+                widths = [5 + 2 * i for i in range(size)] + [3]
+                payload = forward * widths[rank + 1] if rank < size - 1 else 0
+                payload += forward * widths[rank] if rank else 0
+                count, sent = total(log, "send")
+                small = 128 * m  # room for a header a micro-batch
+                where = f"stage {rank} of {size}"
+                expect(
+                    payload <= sent <= payload + small,
+                    f"{where} sent {sent} bytes, expected {payload} and small headers",
+                )
+                moved = sum(c.nbytes for c in log if c.op not in ("send", "recv"))
+                expect(moved <= 256, f"{where} moved {moved} bytes by collectives")
+                directions = (rank < size - 1) + (rank > 0)
+                expect(count <= 2 * m * directions, f"{where} sent {count} messages")
+
+
+# ---- tied embeddings
+
+
+def _tied(answer, case: str):
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group(list(range(1, size))) if case == "group" else None
+    first_rank, last_rank = (1, size - 1) if case == "group" else (0, size - 1)
+    weight = None
+    if rank in (first_rank, last_rank):
+        weight = nn.Parameter(random(11, 6, seed=1).to(device()))
+        seed = 3 if rank == first_rank else 4
+        if not (case == "none" and rank == first_rank):
+            weight.grad = random(11, 6, seed=seed).to(device())
+    with calls.record() as log:
+        if case != "group" or rank >= 1:
+            first = weight if rank == first_rank else None
+            answer(first, weight if rank == last_rank else None, group)
+    out = None if weight is None or weight.grad is None else weight.grad.detach().cpu()
+    kept = weight is None or torch.equal(weight.detach().cpu(), random(11, 6, seed=1))
+    return out, kept, log
+
+
+def _alone(answer):
+    weight = nn.Parameter(random(11, 6, seed=1).to(device()))
+    weight.grad = random(11, 6, seed=3).to(device())
+    answer(weight, weight, None)
+    return weight.grad.cpu()
+
+
+@check("sync_tied_embeddings_")
+def sync_tied_embeddings_(answer, report):
+    """One weight on two stages."""
+    values = None
+    both = random(11, 6, seed=3) + random(11, 6, seed=4)
+    with report.property(
+        "both copies hold the sum of both gradients, and the weights stay",
+        hint="the tied weight is used twice, so its gradient is the SUM of both uses",
+    ):
+        values = report.ranks(_tied, 4, answer, "default")
+        for rank, (grad, kept, _) in enumerate(values):
+            if rank in (0, 3):
+                expect(grad is not None, f"rank {rank} has no gradient")
+                close(grad, both, f"the gradient on rank {rank}")
+            expect(kept, f"rank {rank} changed the weight itself")
+    with report.property(
+        "in a group that does not start at rank 0",
+        hint="ranks of a group are not global ranks; ask the group",
+    ):
+        for rank, (grad, *_) in enumerate(report.ranks(_tied, 4, answer, "group")):
+            if rank in (1, 3):
+                close(grad, both, f"the gradient on global rank {rank}")
+    with report.property(
+        "a copy without gradient counts as zero",
+        hint="a stage that got no gradient must not keep the other one waiting",
+    ):
+        values_none = report.ranks(_tied, 4, answer, "none")
+        for rank in (0, 3):
+            grad = values_none[rank][0]
+            expect(grad is not None, f"rank {rank} has no gradient")
+            close(grad, random(11, 6, seed=4), f"the gradient on rank {rank}")
+    with report.property(
+        "one Parameter on one rank is left alone: autograd has summed it already",
+        hint="with one stage both arguments are the same object",
+    ):
+        grad = report.ranks(_alone, 1, answer)[0]
+        close(grad, random(11, 6, seed=3), "the gradient of the one Parameter")
+    with report.property(
+        "only the two ranks that hold a copy move gradients",
+        hint="an all-reduce over the whole pipeline makes the stages between carry others' data",
+    ):
+        nbytes = both.numel() * 4
+        for rank, (_, _, log) in enumerate(values):
+            big = sum(c.nbytes for c in log if c.nbytes >= nbytes and c.op != "recv")
+            limit = nbytes if rank in (0, 3) else 0
+            expect(big <= limit, f"rank {rank} sent {big} bytes of gradients, expected {limit}")
