@@ -1,0 +1,511 @@
+"""Chapter 25: mixture of experts, judged token by token against a dense loop."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import calls
+from ..device import device
+from .framework import check, close, expect, random, refuses, same, unchanged
+
+SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
+E, D, K = 12, 5, 2  # experts, width, choices
+TOKENS = (3, 7, 0, 2)  # tokens of each rank in a group: uneven, one rank has none
+
+
+def _groups():
+    """(size, group, rank in it), every size in turn, on the ranks that are in the group."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for size in SIZES:
+        group = dist.new_group(list(range(world - size, world)))
+        if rank >= world - size:
+            yield size, group, rank - (world - size)
+
+
+# ---- routing, on one rank
+
+
+@check("route_top_k")
+def route_top_k(answer, report):
+    """Softmax over all experts, then top k."""
+    logits = random(9, 7, seed=1) * 3
+    share = logits.double().softmax(-1)
+    with report.property(
+        "the k largest logits' experts, largest first",
+        hint="top k of the softmax over ALL experts",
+    ):
+        for k in (1, 2, 5):
+            with unchanged("route_top_k", logits):
+                weights, experts = answer(logits.to(device()), k)
+            want = logits.argsort(dim=-1, descending=True)[:, :k]
+            close(experts, want, f"the experts for k={k}", 0.0)
+            same(tuple(weights.shape), (9, k), "the shape of the weights")
+    with report.property(
+        "normalised, a token's weights sum to 1 and keep their proportions",
+        hint="divide the chosen probabilities by their sum",
+    ):
+        for k in (1, 2, 5):
+            weights, experts = answer(logits.to(device()), k, True)
+            picked = share.gather(1, experts.cpu())
+            close(weights, (picked / picked.sum(-1, keepdim=True)).float(), f"weights for k={k}")
+    with report.property(
+        "not normalised, they are the probabilities over all experts",
+        hint="softmax first, top k after it: softmax of the chosen logits alone is something else",
+    ):
+        for k in (1, 3):
+            weights, experts = answer(logits.to(device()), k, normalise=False)
+            close(weights, share.gather(1, experts.cpu()).float(), f"weights for k={k}")
+    with report.property(
+        "gradients reach all logits of a token", hint="weights must stay part of the graph"
+    ):
+        for normalise in (True, False):
+            leaf = logits.to(device()).requires_grad_()
+            weights, experts = answer(leaf, 2, normalise)
+            pull = random(9, 2, seed=2)
+            (got,) = torch.autograd.grad((weights * pull.to(device())).sum(), leaf)
+            exact = logits.double().requires_grad_()
+            picked = exact.softmax(-1).gather(1, experts.cpu())
+            picked = picked / picked.sum(-1, keepdim=True) if normalise else picked
+            (want,) = torch.autograd.grad((picked * pull.double()).sum(), exact)
+            close(got, want.float(), "the gradient of the logits")
+
+
+def _balance(logits: Tensor, experts: Tensor) -> Tensor:
+    count = torch.zeros(logits.shape[1], dtype=torch.float64)
+    for e in experts.flatten().tolist():
+        count[e] += 1 / experts.numel()
+    return logits.shape[1] * (count * logits.double().softmax(-1).mean(0)).sum()
+
+
+@check("load_balancing_loss")
+def load_balancing_loss(answer, report):
+    """Switch Transformer's auxiliary loss."""
+    logits = random(10, 6, seed=3)
+    with report.property(
+        "E times the sum of (share of the choices) x (mean probability)",
+        hint="the share counts all T k choices and divides by their number; the mean probability "
+        "is over all tokens, chosen or not",
+    ):
+        for k, seed in ((1, 1), (2, 2), (3, 3)):
+            experts = (random(10, k, seed=seed) * 10).long().abs() % 6
+            got = answer(logits.to(device()), experts.to(device()))
+            close(torch.as_tensor(got).reshape(()), _balance(logits, experts).float(), f"k={k}")
+    with report.property(
+        "1.0 at perfect balance, for any k",
+        hint="with k choices a token the shares must still sum to 1",
+    ):
+        for k in (1, 2, 3):
+            experts = torch.arange(12 * k).view(12, k) % 6
+            got = answer(torch.zeros(12, 6, device=device()), experts.to(device()))
+            close(torch.as_tensor(got).reshape(()), torch.tensor(1.0), f"the loss for k={k}")
+    with report.property(
+        "its gradient flows through the probabilities",
+        hint="counts have no gradient, probabilities do",
+    ):
+        experts = (random(10, 2, seed=4) * 10).long().abs() % 6
+        leaf = logits.to(device()).requires_grad_()
+        (got,) = torch.autograd.grad(answer(leaf, experts.to(device())), leaf)
+        exact = logits.double().requires_grad_()
+        (want,) = torch.autograd.grad(_balance(exact, experts), exact)
+        close(got, want.float(), "the gradient of the logits")
+
+
+def _keep(experts: Tensor, num_experts: int, capacity: int) -> Tensor:
+    room = [capacity] * num_experts
+    keep = torch.zeros(experts.shape, dtype=torch.bool)
+    for choice in range(experts.shape[1]):
+        for token in range(experts.shape[0]):
+            e = int(experts[token, choice])
+            if e >= 0 and room[e] > 0:
+                room[e] -= 1
+                keep[token, choice] = True
+    return keep
+
+
+@check("apply_capacity")
+def apply_capacity(answer, report):
+    """First come, first kept."""
+    cases = [((random(n, k, seed=n + k) * 10).long().abs() % 5, c)
+             for n, k in ((11, 1), (9, 2), (13, 3)) for c in (1, 2, 4, 50)]  # fmt: skip
+    with report.property(
+        "an expert keeps its first `capacity` rows, in token order",
+        hint="count, for every choice, how many earlier ones went to the same expert",
+    ):
+        for experts, capacity in cases:
+            if experts.shape[1] == 1:
+                got = answer(experts.to(device()), 5, capacity)
+                same(got.dtype, torch.bool, "the dtype of keep")
+                close(got, _keep(experts, 5, capacity), f"keep at a capacity of {capacity}", 0.0)
+    with report.property(
+        "every first choice comes before any second choice",
+        hint="go through the choices column by column, not token by token",
+    ):
+        for experts, capacity in cases:
+            got = answer(experts.to(device()), 5, capacity)
+            close(got, _keep(experts, 5, capacity), f"keep at a capacity of {capacity}", 0.0)
+    with report.property(
+        "a capacity of 0 keeps nothing, and the input stays as it was",
+        hint="work on counts of your own",
+    ):
+        experts = cases[5][0].to(device())
+        with unchanged("apply_capacity", experts):
+            got = answer(experts, 5, 0)
+        close(got, torch.zeros(experts.shape, dtype=torch.bool), "keep at a capacity of 0", 0.0)
+
+
+# ---- tokens on ranks
+
+
+def _tokens(rank: int) -> Tensor:
+    return random(TOKENS[rank], D, seed=10 + rank)
+
+
+def _choices(rank: int, skew: bool, dropped: bool = True) -> Tensor:
+    t = TOKENS[rank]
+    if skew:
+        experts = torch.tensor([[0, 1]]).repeat(t, 1)  # everything to the first rank
+    else:
+        first = (random(t, 1, seed=20 + rank) * 100).long().abs() % E
+        experts = torch.cat([first, (first + 1 + torch.arange(t)[:, None]) % E], dim=1)
+    if dropped and t:
+        experts[t // 2, 1] = -1
+    return experts
+
+
+def _scale(expert: int) -> float:
+    return 1.0 + 0.5 * expert
+
+
+def _out(dispatch, skew: bool):
+    """Rows go out; the gradient that comes back depends on the expert they went to."""
+    results = []
+    for size, group, rank in _groups():
+        x = _tokens(rank).to(device()).requires_grad_()
+        experts = _choices(rank, skew).to(device())
+        before = experts.clone()
+        with calls.record() as log:
+            received, state = dispatch(x, experts, E, group)
+        log = list(log)
+        counts = [int(c) for c in state.counts]
+        (received * _factors(counts, size, rank)).sum().backward()
+        dx = torch.zeros_like(x) if x.grad is None else x.grad
+        kept = torch.equal(before, experts)
+        results.append((size, rank, counts, received.detach().cpu(), dx.cpu(), log, kept))
+    return results
+
+
+def _factors(counts: list[int], size: int, rank: int) -> Tensor:
+    mine = E // size
+    each = [_scale(rank * mine + i) for i, c in enumerate(counts) for _ in range(c)]
+    return torch.tensor(each, device=device())[:, None]
+
+
+def _and_home(combine, dispatch, skew: bool):
+    """Rows go out, are scaled by their expert's number, and come home."""
+    results = []
+    for size, group, rank in _groups():
+        x = _tokens(rank).to(device()).requires_grad_()
+        received, state = dispatch(x, _choices(rank, skew).to(device()), E, group)
+        outputs = received * _factors([int(c) for c in state.counts], size, rank)
+        weights = random(TOKENS[rank], K, seed=30 + rank).to(device()).requires_grad_()
+        with calls.record() as log:
+            y = combine(outputs, weights, state, group)
+        log = list(log)
+        pull = random(TOKENS[rank], D, seed=40 + rank).to(device())
+        grads = torch.autograd.grad((y * pull).sum(), (x, weights), allow_unused=True)
+        out = [None if t is None else t.detach().cpu() for t in (y, *grads)]
+        results.append((size, rank, out, log))
+    return results
+
+
+def _arrivals(size: int, rank: int, skew: bool):
+    """(rows per local expert, the rows of each local expert in any order of sources)."""
+    mine = range(rank * (E // size), (rank + 1) * (E // size))
+    rows = []
+    for e in mine:
+        found = []
+        for source in range(size):
+            for token, chosen in enumerate(_choices(source, skew).tolist()):
+                found += [_tokens(source)[token]] * chosen.count(e)
+        rows.append(torch.stack(found) if found else torch.empty(0, D))
+    return rows
+
+
+def _home(rank: int, skew: bool):
+    """(y, dx, dweights) of the dense loop in float64."""
+    x = _tokens(rank).double().requires_grad_()
+    weights = random(TOKENS[rank], K, seed=30 + rank).double().requires_grad_()
+    y = torch.zeros(TOKENS[rank], D, dtype=torch.float64)
+    rows = []
+    for token, chosen in enumerate(_choices(rank, skew).tolist()):
+        parts = [weights[token, j] * _scale(e) * x[token] for j, e in enumerate(chosen) if e >= 0]
+        rows.append(sum(parts) if parts else 0 * x[token])
+    y = torch.stack(rows) if rows else x * 1
+    pull = random(TOKENS[rank], D, seed=40 + rank).double()
+    dx, dw = torch.autograd.grad((y * pull).sum(), (x, weights), allow_unused=True)
+    dw = torch.zeros_like(weights) if dw is None else dw
+    return [t.detach().float() for t in (y, dx, dw)]
+
+
+def _sorted_rows(rows: Tensor) -> Tensor:
+    return rows[rows[:, 0].argsort()] if len(rows) else rows
+
+
+def _judge_arrivals(values, skew: bool) -> None:
+    for results in values:
+        for size, rank, counts, rows, dx, _, kept in results:
+            want = _arrivals(size, rank, skew)
+            where = f"rank {rank} of {size}"
+            same(counts, [len(w) for w in want], f"state.counts on {where}")
+            same(tuple(rows.shape), (sum(counts), D), f"the shape received on {where}")
+            for i, (got, expected) in enumerate(zip(rows.split(counts), want, strict=True)):
+                what = f"the rows of local expert {i} on {where}"
+                close(_sorted_rows(got), _sorted_rows(expected), what)
+            wanted = torch.zeros(TOKENS[rank], D)
+            for token, chosen in enumerate(_choices(rank, skew).tolist()):
+                wanted[token] = sum(_scale(e) for e in chosen if e >= 0)
+            close(dx, wanted, f"the gradient of the tokens on {where}")
+            expect(kept, f"{where} changed `experts`")
+
+
+def _judge_home(values, skew: bool) -> None:
+    for results in values:
+        for size, rank, out, _ in results:
+            where = f"rank {rank} of {size}"
+            names = ("y", "the gradient of the tokens", "the gradient of the weights")
+            for name, got, want in zip(names, out, _home(rank, skew), strict=True):
+                expect(got is not None or not want.numel(), f"{name} is missing on {where}")
+                if got is not None:
+                    close(got, want, f"{name} on {where}")
+
+
+def _judge_traffic(results, routed: int) -> None:
+    size, rank, log = results
+    where = f"rank {rank} of {size}"
+    rows = [c for c in log if c.dtype.is_floating_point]
+    wrong = [c.op for c in rows if c.op not in ("all_to_all", "send", "recv")]
+    expect(not wrong, f"{where} moved rows with {wrong[:1]}, expected an all-to-all")
+    sent = sum(c.nbytes for c in rows if c.op != "recv")
+    expect(
+        sent <= routed * D * 4,
+        f"{where} sent {sent} bytes of rows, expected {routed * D * 4}: only routed rows travel",
+    )
+    expect(sent > 0 or size == 1 or routed == 0, f"{where} sent no rows")
+    small = sum(c.nbytes for c in log if not c.dtype.is_floating_point)
+    expect(small <= 8 * E * size, f"{where} sent {small} bytes of counts")
+
+
+@check("dispatch")
+def dispatch(answer, report):
+    """Rows to their experts."""
+    values = None
+    with report.property(
+        "received holds the routed rows, ordered by local expert, on 1 to 4 ranks",
+        hint="sort the choices by expert, so rows for one rank lie together; exchange counts; "
+        "what arrives is ordered by source rank and must be sorted by local expert. The gradient "
+        "takes the same way back: an all-to-all with the sizes exchanged",
+    ):
+        values = report.ranks(_out, 4, answer, False)
+        _judge_arrivals(values, False)
+    with report.property(
+        "also where all tokens go to one rank, and others get none",
+        hint="all-to-all takes empty pieces; the shapes must still be right",
+    ):
+        _judge_arrivals(report.ranks(_out, 4, answer, True), True)
+    with report.property(
+        "only routed rows travel, once; a dropped choice (-1) sends nothing",
+        hint="no padding, no all-gather of all tokens",
+    ):
+        for results in values or report.ranks(_out, 4, answer, False):
+            for size, rank, *_, log, _ in results:
+                _judge_traffic((size, rank, log), int((_choices(rank, False) >= 0).sum()))
+    with report.property(
+        "ValueError where the experts do not divide by the ranks",
+        hint="each rank owns num_experts / P consecutive experts",
+    ):
+        for problem in report.ranks(_refused, 4, answer):
+            expect(problem is None, problem or "")
+
+
+def _refused(answer) -> str | None:
+    x, experts = random(3, D).to(device()), torch.tensor([[0], [1], [2]], device=device())
+    try:
+        refuses(answer, x, experts, 6, what="6 experts on 4 ranks")
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def _its_dispatch(answer):
+    """The dispatch that stands beside this combine: only it knows what is in its state."""
+    beside = getattr(answer, "__globals__", {}).get("dispatch")
+    if callable(beside) and not hasattr(beside, "exercise"):
+        return beside
+    from ..parallel.expert import dispatch as ours
+
+    return ours
+
+
+@check("combine")
+def combine(answer, report):
+    """Rows come home; checked with the dispatch of the same file or notebook."""
+    other = _its_dispatch(answer)
+    values = None
+    with report.property(
+        "every token gets the weighted sum of its experts' outputs, 1 to 4 ranks",
+        hint="undo the sort by local expert, send the rows back the way they came, multiply by the "
+        "weight of the choice, add up by token; a dropped choice adds 0",
+    ):
+        values = report.ranks(_and_home, 4, answer, other, False)
+        _judge_home(values, False)
+    with report.property(
+        "also where all tokens go to one rank",
+        hint="the rank that computes most sends most rows back",
+    ):
+        _judge_home(report.ranks(_and_home, 4, answer, other, True), True)
+    with report.property(
+        "each row comes back once, and nothing else moves",
+        hint="the sizes are known since dispatch: the same all-to-all, the other way round",
+    ):
+        for results in values or report.ranks(_and_home, 4, answer, other, False):
+            for size, rank, _, log in results:
+                held = sum(len(rows) for rows in _arrivals(size, rank, False))
+                _judge_traffic((size, rank, log), held)
+
+
+# ---- the layer
+
+
+class _Parts(nn.Module):
+    """A full router and all experts, the same on every rank."""
+
+    def __init__(self, skew: bool):
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(D, 7), nn.GELU(), nn.Linear(7, D)) for _ in range(E)
+        )
+        for i, p in enumerate(self.parameters()):
+            with torch.no_grad():
+                p.copy_(random(*p.shape, seed=50 + i) / 2)
+        if skew:
+            with torch.no_grad():
+                self.router.bias[:2] += torch.tensor([60.0, 40.0])
+
+
+def _dense(parts: nn.Module, x: Tensor) -> Tensor:
+    """Each token through its experts, one by one (float64)."""
+    share = parts.router(x).softmax(-1)
+    rows = []
+    for token in range(len(x)):
+        picked, experts = share[token].topk(K)
+        picked = picked / picked.sum()
+        rows.append(
+            sum(
+                w * parts.experts[e](x[token])
+                for w, e in zip(picked, experts.tolist(), strict=True)
+            )
+        )
+    return torch.stack(rows) if rows else x * 1
+
+
+def _layer(answer, skew: bool):
+    results = []
+    for size, group, rank in _groups():
+        parts = _Parts(skew).to(device())
+        layer = answer(parts.router, list(parts.experts), K, group)
+        held = sum(p.numel() for p in layer.parameters())
+        x = _tokens(rank).to(device()).requires_grad_()
+        y = layer(x)
+        (y * random(TOKENS[rank], D, seed=40 + rank).to(device())).sum().backward()
+        grads = {
+            n: p.grad.detach().cpu() for n, p in layer.named_parameters() if p.grad is not None
+        }
+        router = [g for n, g in grads.items() if "router" in n]
+        if not router:
+            router = [torch.zeros(E, D), torch.zeros(E)]
+        shapes = sorted(tuple(p.shape) for p in layer.parameters())
+        others = [g for n, g in grads.items() if "router" not in n]
+        results.append(
+            (size, rank, y.detach().cpu(), x.grad.detach().cpu(), router, others, held, shapes)
+        )
+    return results
+
+
+def _judge_layer(values, skew: bool) -> None:
+    by_rank: dict = {}
+    for results in values:
+        for size, rank, *rest in results:
+            by_rank[size, rank] = rest
+    for size in SIZES:
+        parts = _Parts(skew).double()
+        xs = [_tokens(r).double().requires_grad_() for r in range(size)]
+        ys = [_dense(parts, x) for x in xs]
+        sum((y * random(*y.shape, seed=40 + r)).sum() for r, y in enumerate(ys)).backward()
+        router = [torch.zeros(E, D), torch.zeros(E)]
+        for rank in range(size):
+            y, dx, mine, others, *_ = by_rank[size, rank]
+            where = f"rank {rank} of {size}"
+            close(y, ys[rank].detach().float(), f"y on {where}")
+            want = xs[rank].grad if xs[rank].grad is not None else torch.zeros_like(xs[rank])
+            close(dx, want.float(), f"the gradient of x on {where}")
+            router = [a + b for a, b in zip(router, mine, strict=True)]
+            owned = parts.experts[rank * (E // size) : (rank + 1) * (E // size)]
+            wanted = [p.grad for p in owned.parameters()]
+            wanted = [
+                torch.zeros_like(p) if g is None else g
+                for p, g in zip(owned.parameters(), wanted, strict=True)
+            ]
+            if len(others) == len(wanted):
+                for got, w in zip(others, wanted, strict=True):
+                    close(got, w.float(), f"an expert's gradient on {where}")
+            else:  # experts without tokens may keep None
+                some = [w for w in wanted if float(w.abs().sum()) > 0]
+                same(len(others), len(some), f"the number of expert gradients on {where}")
+                for got, w in zip(others, some, strict=True):
+                    close(got, w.float(), f"an expert's gradient on {where}")
+        for got, w in zip(router, (parts.router.weight.grad, parts.router.bias.grad), strict=True):
+            close(got, w.float(), f"the router's gradient summed over {size} ranks")
+
+
+@check("ExpertParallelMoE")
+def expert_parallel_moe(answer, report):
+    """The whole layer."""
+    values = None
+    with report.property(
+        "values and gradients equal the dense computation, 1 to 4 ranks, uneven tokens",
+        hint="an expert's gradient is the SUM over all ranks' tokens, so it needs no scaling by "
+        "the number of ranks; the weights of route_top_k carry the router's gradient",
+    ):
+        values = report.ranks(_layer, 4, answer, False)
+        _judge_layer(values, False)
+    with report.property(
+        "also where two experts get every token and most ranks get none",
+        hint="a rank without tokens still takes part in every all-to-all, forward and backward",
+    ):
+        _judge_layer(report.ranks(_layer, 4, answer, True), True)
+    with report.property(
+        "a rank keeps the router and its own experts, no others",
+        hint="E/P consecutive experts; do not register the full list",
+    ):
+        expert = sum(p.numel() for p in _Parts(False).experts[0].parameters())
+        for results in values or report.ranks(_layer, 4, answer, False):
+            for size, rank, *_, held, _ in results:
+                want = E // size * expert + E * D + E
+                same(held, want, f"parameters held by rank {rank} of {size}")
+    with report.property(
+        "ValueError where the experts do not divide by the ranks", hint="say so when it is built"
+    ):
+        for problem in report.ranks(_layer_refused, 4, answer):
+            expect(problem is None, problem or "")
+
+
+def _layer_refused(answer) -> str | None:
+    parts = copy.deepcopy(_Parts(False)).to(device())
+    try:
+        refuses(answer, parts.router, list(parts.experts)[:6], K, what="6 experts on 4 ranks")
+    except AssertionError as error:
+        return str(error)
+    return None
