@@ -268,9 +268,10 @@ def check(chapter: Path) -> list[str]:
             problems.append(f"{path} has {target.stat().st_size:,} bytes, the limit is {size:,}")
     if "labs" in made:
         cells = _read(chapter / "lab.py")
-        references = [r for c in cells for r in c.get("references", [])]
+        exercises = [c["references"] for c in cells if "references" in c]
+        references = [r for cell in exercises for r in cell]
         problems += leaks(made["labs"], references, f"labs/{chapter.name}.ipynb")
-        problems += _missing(chapter, references)
+        problems += _missing(chapter, exercises)
     return problems
 
 
@@ -301,16 +302,19 @@ def leaks(lab: nbformat.NotebookNode, references: list[Reference], path: str) ->
     return problems
 
 
-def _missing(chapter: Path, references: list[Reference]) -> list[str]:
-    """Exercises that have a check but no place in the lab, or the other way round."""
+def _missing(chapter: Path, exercises: list[list[Reference]]) -> list[str]:
+    """Checks without a place in the lab, and exercise cells that no check looks at."""
     path = ROOT / "shardbook" / "checks" / f"{chapter.name[3:]}.py"
     if not path.exists():
         return [f"{path.relative_to(ROOT)} does not exist"]
     checked = set(exercises_in(path))
-    names = {r.name for r in references}
+    cells = [[r.name for r in references] for references in exercises]
     lab = f"book/{chapter.name}/lab.py"
-    return [f"{lab} has no exercise {n}" for n in sorted(checked - names)] + [
-        f"{path.relative_to(ROOT)} has no check of {n}" for n in sorted(names - checked)
+    there = {name for names in cells for name in names}
+    return [f"{lab} has no exercise {n}" for n in sorted(checked - there)] + [
+        f"{path.relative_to(ROOT)} has no check of {' or '.join(names)}"
+        for names in cells
+        if not checked & set(names)  # helpers of a checked one may share its cell
     ]
 
 

@@ -364,7 +364,7 @@ def edit(path: Path, old: str, new: str) -> None:
          "imports Scale"),
         ("book/11_toy/lab.py", 'print("the end")', "import shardbook.toy\nshardbook.toy.twice(2)",
          "names shardbook.toy.twice"),
-        ("shardbook/checks/toy.py", '@check("one")', "", "has no check of one"),
+        ("shardbook/checks/toy.py", '@check("Scale")', "", "has no check of Scale"),
         ("book/11_toy/lab.py", "shardbook.toy.twice shardbook.toy.one", "shardbook.toy.one",
          "has no exercise twice"),
     ],
