@@ -210,18 +210,23 @@ sb.predict("bytes a rank sends, ring", sent, 2 * 3 * -(-measured[1] // 4))
 # no loaded machine can blur: how many all-reduces have begun when backward reaches the first layer?
 
 # %%
-print("                        messages      bytes   begun before backward ended")
-for strategy, bucket in [
-    ("naive", 0),
-    ("one flat tensor", 0),
+cases = [
+    ("naive", None),
+    ("one flat tensor", None),
     ("bucketed", 25_000_000),
     ("bucketed", 100_000),
     ("bucketed", 20_000),
-]:
-    count, nbytes, early = sb.run(bytes_of_a_step, strategy, bucket or 1, world_size=WORLD).values[
-        0
-    ]
-    label = f"{strategy} {bucket:,}" if bucket else strategy
+]
+
+
+def all_cases():
+    return [bytes_of_a_step(strategy, size or 1) for strategy, size in cases]
+
+
+print("                        messages      bytes   begun before backward ended")
+found = sb.run(all_cases, world_size=WORLD).values[0]
+for (strategy, size), (count, nbytes, early) in zip(cases, found, strict=True):
+    label = f"{strategy} {size:,}" if size else strategy
     print(f"{label:22} {count:9} {nbytes:10,} {early:10}")
 
 # %% [markdown]
@@ -391,7 +396,9 @@ def mixed_precision(stage):
         p.register_post_accumulate_grad_hook(reduce_and_forget)
 
     for step in range(1, 3):
-        tokens, targets = (t.chunk(world)[rank].to(sb.device()) for t in counting_batch(step, 4))
+        tokens, targets = (
+            t.chunk(world)[rank].to(sb.device()) for t in counting_batch(step, 12, seq=16)
+        )
         token_loss(model(tokens), targets).backward()
         del tokens, targets
         held = held_bytes() - before
@@ -411,6 +418,7 @@ def mixed_precision(stage):
                 new = all_gather_flat(new)[: p.numel()].view_as(p)
             p.detach().copy_(new)
         model.zero_grad()
+        del g, new
     return held / PARAMS
 
 
@@ -481,7 +489,8 @@ def full_parameters_over_a_step():
         block.register_forward_pre_hook(lambda *_, i=i: note(f"forward of block {i}"))
         block.attn.register_full_backward_hook(lambda *_, i=i: note(f"backward of block {i}"))
     note("before the step")
-    tokens, targets = (t.to(sb.device()) for t in counting_batch(0, 2))
+    # Four tokens, so that what is counted is parameters and not activations.
+    tokens, targets = (t.to(sb.device()) for t in counting_batch(0, 2, seq=2))
     loss = token_loss(model(tokens), targets)
     note("between forward and backward")
     loss.backward()
@@ -578,11 +587,11 @@ print("one process  ", round(nn.utils.clip_grad_norm_(whole.parameters(), 0.1).i
 #
 # ## The loss curves coincide
 #
-# The small model, 40 steps of the counting task, global batch 8.
+# The small model, 30 steps of the counting task, global batch 8.
 
 
 # %%
-def losses(strategy, steps=40):
+def losses(strategy, steps=30):
     rank, world = dist.get_rank(), dist.get_world_size()
     model = tiny_lm().to(sb.device())
     if strategy == "data parallel":
@@ -666,27 +675,42 @@ def beside(strategy):
             if strategy == "BucketedDataParallel":
                 model.finish()
             optimizer.step()
-    moved = sum(c.nbytes for c in log if c.dtype.is_floating_point)
+    ops = calls.summary([c for c in log if c.dtype.is_floating_point])
+    ring = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
+    sent = sum(ring[op] * (world - 1) / world * nbytes for op, (_, nbytes) in ops.items())
     last = loss.item()
     del tokens, targets, loss, log
-    return last, moved / PARAMS, (held_bytes() - before) / PARAMS
+    return last, sent / PARAMS, (held_bytes() - before) / PARAMS
 
 
-print("                             same loss   bytes moved   bytes held (a parameter)")
-for pair in [
+pairs = [
     ("BucketedDataParallel", "DistributedDataParallel"),
     ("ZeroAdamW", "ZeroRedundancyOptimizer"),
     ("FullySharded", "fully_shard"),
-]:
-    found = [sb.run(beside, name, world_size=WORLD).values[0] for name in pair]
-    for name, (loss, moved, kept) in zip(pair, found, strict=True):
-        print(f"{name:28} {abs(loss - found[0][0]) < 1e-4!s:9} {moved:13.1f} {kept:12.1f}")
+]
+
+
+def all_beside():
+    return {name: beside(name) for pair in pairs for name in pair}
+
+
+found = sb.run(all_beside, world_size=WORLD).values[0]
+print("                             same loss   bytes sent   bytes held (a parameter)")
+for pair in pairs:
+    for name in pair:
+        loss, sent, kept = found[name]
+        print(f"{name:28} {abs(loss - found[pair[0]][0]) < 1e-4!s:9} {sent:12.2f} {kept:12.2f}")
 
 # %% [markdown]
-# Read the differences. DDP's buckets live in C++ where `held_bytes()` does not see them.
-# `ZeroRedundancyOptimizer` averages with DDP and then broadcasts each rank's parameters: 8 bytes a
-# parameter handed to collectives, of which the all-reduce counts twice on the wire (4.5 + 3 sent by
-# a ring, ours 3 + 3); it also keeps whole parameters on one rank, so its parts are less even.
+# Read the differences.
+# - DDP keeps its buckets, 4 bytes a parameter, beside the gradients (`gradient_as_bucket_view=True`
+#   makes one of the two).
+# - `ZeroRedundancyOptimizer` leaves the averaging to DDP, an all-reduce, and then each rank
+#   broadcasts the parameters it updated. A reduce-scatter and an all-gather send a third less. It
+#   deals out whole parameters, so its parts are a little less even.
+# - `fully_shard` sends a little less than ours: it keeps the outermost module's parameters from
+#   forward to backward (`reshard_after_forward` is False for the root by default), since backward
+#   begins there.
 #
 # ## Out of device memory: the host
 #

@@ -121,7 +121,7 @@ def average_gradients_(answer, report):
             for name in every:
                 close(after[name], before[name], f"the parameter {name!r}", 0.0)
     with report.property(
-        "at most one collective per dtype and one small one for 800 bytes of gradients",
+        "at most one collective per dtype and one small one, as all fits in 25 MB",
         hint="flatten the gradients of a dtype into one tensor and reduce that, in pieces of at "
         "most 25 MB",
     ):

@@ -171,15 +171,23 @@ class FullySharded(nn.Module):
 
     def release(self) -> None:
         """Let the full parameters go: nothing else holds them."""
-        if self.full is not None:
-            self.full = None
-            for owner, name in (place for _, where in self.places for place in where):
-                delattr(owner, name)
+        if self.full is None:
+            return
+        lost = self.full.is_leaf and self.full.grad is not None
+        self.full = None
+        for owner, name in (place for _, where in self.places for place in where):
+            delattr(owner, name)
+        if lost:
+            raise RuntimeError(
+                "a reentrant checkpoint inside a FullySharded keeps gradients from its shard: "
+                "use checkpoint(…, use_reentrant=False)"
+            )
 
     def before_backward(self, grad: Tensor) -> None:
         """The gradient has reached the module's output: its weights are needed once more."""
         if self.full is None:
-            self.expose(self.gather())
+            with torch.enable_grad():  # as in forward, for a checkpoint inside that recomputes
+                self.expose(self.gather().requires_grad_(self.shard.requires_grad))
             # Unshard.backward releases them; at the latest the end of backward does.
             torch.autograd.Variable._execution_engine.queue_callback(self.release)
 
