@@ -1,0 +1,321 @@
+"""Chapter 31: FlashAttention, judged against plain attention in float64 on the host."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..device import device
+from .framework import check, close, expect, random, same, unchanged
+
+# (B, H, S, T, D): pairwise distinct, lengths that no block size divides, S above and below T
+SHAPES = [(2, 3, 37, 53, 5), (1, 2, 70, 41, 9), (3, 1, 1, 19, 4), (2, 1, 150, 131, 7)]
+
+
+def _inputs(b: int, h: int, s: int, t: int, d: int, seed: int = 0):
+    """q, k, v and the gradient of the output, fp32 on the host."""
+    return (
+        random(b, h, s, d, seed=seed + 1),
+        random(b, h, t, d, seed=seed + 2),
+        random(b, h, t, d, seed=seed + 3),
+        random(b, h, s, d, seed=seed + 4),
+    )
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool):
+    """(out, lse, weights) of the definition, in float64; a row without keys gives 0 and -inf."""
+    q, k, v = q.double(), k.double(), v.double()
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        rows, keys = scores.shape[-2:]
+        hidden = torch.arange(keys) > torch.arange(rows)[:, None] + keys - rows
+        scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return weights @ v, lse, weights
+
+
+def _plain_gradients(q, k, v, grad, causal):
+    """(dq, dk, dv) in float64, by the formulas, so that rows without keys give no nan."""
+    out, _, weights = _plain(q, k, v, causal)
+    q, k, v, grad = (x.double() for x in (q, k, v, grad))
+    dv = weights.transpose(-1, -2) @ grad
+    dp = grad @ v.transpose(-1, -2)
+    ds = weights * (dp - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    return ds @ k, ds.transpose(-1, -2) @ q, dv
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        # views have no memory of their own, but an expanded mask is a matrix soon after
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+def _never_quadratic(run, s: int, t: int, what: str) -> None:
+    with _Largest() as largest:
+        run()
+    limit = s * t // 4
+    expect(
+        largest.numel <= limit,
+        f"{what} made a tensor of {largest.numel} elements for {s} queries and {t} keys, expected "
+        f"tiles: at most {limit}",
+    )
+
+
+ALIGN = (
+    "bottom-right: the last query sees every key, query i sees keys up to i + T - S; torch's own "
+    "is_causal is top-left and differs where S and T do"
+)
+RESCALE = (
+    "when a later block raises the running maximum, the sum AND the output so far shrink by "
+    "exp(old maximum - new maximum)"
+)
+
+
+@check("online_softmax_dot")
+def online_softmax_dot(answer, report):
+    """One pass over scores and values."""
+    where = device()
+    with report.property(
+        "equals softmax(scores) @ values for any block, also one that does not divide",
+        hint=RESCALE + "; the last block may be shorter",
+    ):
+        for n, d, block in ((23, 4, 5), (7, 3, 7), (6, 5, 100), (31, 2, 1), (64, 6, 16)):
+            for order in ("random", "rising", "falling"):
+                scores, values = random(n, seed=n) * 4, random(n, d, seed=n + 1)
+                if order != "random":
+                    scores = scores.sort(descending=order == "falling").values
+                inputs = scores.to(where), values.to(where)
+                with unchanged("online_softmax_dot", *inputs):
+                    out, lse = answer(*inputs, block)
+                want = scores.double().softmax(0) @ values.double()
+                what = f"{n} {order} scores in blocks of {block}"
+                close(out, want.float(), f"out for {what}")
+                got = torch.as_tensor(lse).float().reshape(())
+                close(got, scores.double().logsumexp(0).float(), f"lse for {what}")
+    with report.property(
+        "scores of 1000 and of -1000 neither overflow nor vanish",
+        hint="subtract the running maximum before exp; start it at -inf, not at 0",
+    ):
+        for offset in (1000.0, -1000.0):
+            scores, values = random(13, seed=3) + offset, random(13, 4, seed=4)
+            out, lse = answer(scores.to(where), values.to(where), 4)
+            close(out, (scores.double().softmax(0) @ values.double()).float(), f"at {offset:g}")
+            expected = scores.double().logsumexp(0).float()
+            close(torch.as_tensor(lse).reshape(()), expected, f"lse at {offset:g}")
+    with report.property(
+        "blocks of -inf (masked scores) count as nothing, all of them give 0 and lse -inf",
+        hint="-inf minus -inf is nan: a block in which nothing is seen must be passed over",
+    ):
+        scores, values = random(12, seed=5), random(12, 3, seed=6)
+        for hidden in (slice(0, 4), slice(8, 12), slice(2, 9)):
+            masked = scores.clone()
+            masked[hidden] = -torch.inf
+            out, _ = answer(masked.to(where), values.to(where), 4)
+            close(out, (masked.double().softmax(0) @ values.double()).float(), f"{hidden} hidden")
+        out, lse = answer(torch.full((12,), -torch.inf, device=where), values.to(where), 4)
+        close(out, torch.zeros(3), "out where nothing is seen", 0.0)
+        expect(float(lse) == -math.inf, f"lse is {float(lse)} where nothing is seen, not -inf")
+
+
+def _blocks(shape):
+    return [(64, 64), (16, 24), (7, 50), (1000, 3)] if shape == SHAPES[0] else [(32, 16)]
+
+
+@check("flash_attention_forward")
+def flash_attention_forward(answer, report):
+    """Tiles, forward."""
+    where = device()
+
+    def judge(causal: bool) -> None:
+        for shape in SHAPES:
+            q, k, v, _ = _inputs(*shape)
+            want, want_lse, _ = _plain(q, k, v, causal)
+            inputs = [x.to(where) for x in (q, k, v)]
+            for block_q, block_k in _blocks(shape):
+                with unchanged("flash_attention_forward", *inputs):
+                    out, lse = answer(*inputs, causal, block_q, block_k)
+                what = f"S={shape[2]}, T={shape[3]}, blocks {block_q} x {block_k}"
+                close(out, want.float(), f"out for {what}")
+                close(lse, want_lse.float(), f"lse for {what}")
+
+    with report.property(
+        "out and lse equal plain attention, for lengths that no block divides",
+        hint=RESCALE + "; scale the scores by D^-0.5; the last tile may be smaller",
+    ):
+        judge(False)
+    with report.property("and with a causal mask", hint=ALIGN):
+        judge(True)
+    with report.property(
+        "large scores do not overflow", hint="subtract the running maximum of the row before exp"
+    ):
+        q, k, v, _ = _inputs(1, 2, 40, 33, 8)
+        q = q * 60
+        out, lse = answer(*[x.to(where) for x in (q, k, v)], False, 16, 8)
+        want, want_lse, _ = _plain(q, k, v, False)
+        close(out, want.float(), "out for scores of a few hundred", 1e-4)
+        close(lse, want_lse.float(), "lse for scores of a few hundred")
+    with report.property(
+        "inputs in bf16 give out in bf16, summed in fp32, and lse in fp32",
+        hint="bf16 keeps 8 bits: convert a tile to fp32 before the products, round once at the end",
+    ):
+        q, k, v, _ = (x.bfloat16() for x in _inputs(1, 2, 33, 700, 16))
+        out, lse = answer(*[x.to(where) for x in (q, k, v)], False, 16, 16)
+        same(out.dtype, torch.bfloat16, "the dtype of out")
+        same(lse.dtype, torch.float32, "the dtype of lse")
+        want, want_lse, _ = _plain(q, k, v, False)
+        error = (out.cpu().double() - want).abs().max() / want.abs().max()
+        # one rounding to bf16 is 2^-9 of a value
+        expect(error < 2**-8, f"out is off by {error:.2g} of its largest value, rounding is 0.002")
+        close(lse, want_lse.float(), "lse", 1e-4)
+    with report.property(
+        "no tensor of S x T is made", hint="mask, scores and weights exist for one tile at a time"
+    ):
+        q, k, v, _ = (x.to(where) for x in _inputs(1, 1, 600, 500, 8))
+        for causal in (False, True):
+            _never_quadratic(lambda c=causal: answer(q, k, v, c), 600, 500, "the forward")
+    with report.property(
+        "causal masking skips the tiles it empties",
+        hint="a row of tiles ends at the last key its last query sees",
+    ):
+        q, k, v, _ = (x.to(where) for x in _inputs(1, 1, 512, 512, 8))
+        _skips(lambda causal: answer(q, k, v, causal, 64, 64), 36 / 64)
+
+
+def _skips(run, share: float) -> None:
+    counts = []
+    for causal in (False, True):
+        with FlopCounterMode(display=False) as flops:
+            run(causal)
+        counts.append(flops.get_total_flops())
+    expect(counts[0] > 0, "no matrix product was counted")
+    got = counts[1] / counts[0]
+    expect(
+        got <= share + 0.01,
+        f"the causal run computes {got:.2f} of the full one, expected {share:.2f}",
+    )
+
+
+@check("flash_attention_backward")
+def flash_attention_backward(answer, report):
+    """Tiles, backward."""
+    where = device()
+
+    def judge(causal: bool) -> None:
+        for shape in SHAPES:
+            q, k, v, grad = _inputs(*shape)
+            out, lse, _ = _plain(q, k, v, causal)
+            wanted = _plain_gradients(q, k, v, grad, causal)
+            inputs = [x.float().to(where) for x in (grad, q, k, v, out, lse)]
+            for block_q, block_k in _blocks(shape):
+                with unchanged("flash_attention_backward", *inputs):
+                    got = answer(*inputs, causal, block_q, block_k)
+                for name, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True):
+                    what = f"{name} for S={shape[2]}, T={shape[3]}, blocks {block_q} x {block_k}"
+                    close(g, w.float(), what)
+
+    with report.property(
+        "dq, dk and dv equal plain attention's",
+        hint="p = exp(scores - lse) from the saved lse; ds = p (grad v^T - delta) with delta the "
+        "row's sum of grad * out; the scale D^-0.5 belongs to dq and dk",
+    ):
+        judge(False)
+    with report.property(
+        "and with a causal mask, also for rows that see no key",
+        hint=ALIGN + ". Where lse is -inf every weight is 0",
+    ):
+        judge(True)
+    with report.property(
+        "gradients have the dtype of their input",
+        hint="sum in fp32, convert at the end",
+    ):
+        q, k, v, grad = _inputs(1, 2, 33, 40, 8)
+        out, lse, _ = _plain(q, k, v, False)
+        low = [x.bfloat16().to(where) for x in (grad, q, k, v, out)]
+        for name, g in zip(("dq", "dk", "dv"), answer(*low, lse.float().to(where)), strict=True):
+            same(g.dtype, torch.bfloat16, f"the dtype of {name}")
+    with report.property(
+        "no tensor of S x T is made", hint="compute the weights again, tile by tile"
+    ):
+        q, k, v, grad = _inputs(1, 1, 600, 500, 8)
+        out, lse, _ = _plain(q, k, v, False)
+        inputs = [x.float().to(where) for x in (grad, q, k, v, out, lse)]
+        _never_quadratic(lambda: answer(*inputs), 600, 500, "the backward")
+
+
+@check("flash_attention")
+def flash_attention(answer, report):
+    """Both, as one differentiable function."""
+    where = device()
+    with report.property(
+        "values and gradients equal plain attention's, causal or not",
+        hint="an autograd.Function whose forward saves what backward needs. " + ALIGN,
+    ):
+        for shape in SHAPES:
+            for causal in (False, True):
+                q, k, v, grad = _inputs(*shape)
+                leaves = [x.to(where).requires_grad_() for x in (q, k, v)]
+                out = answer(*leaves, causal)
+                close(out, _plain(q, k, v, causal)[0].float(), f"out for {shape}")
+                got = torch.autograd.grad(out, leaves, grad.to(where))
+                wanted = _plain_gradients(q, k, v, grad, causal)
+                for name, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True):
+                    close(g, w.float(), f"{name} for S={shape[2]}, T={shape[3]}")
+    with report.property(
+        "only q, k, v, out and lse are kept for backward",
+        hint="save_for_backward(q, k, v, out, lse): what autograd keeps by itself is S x T",
+    ):
+        q, k, v, _ = (x.to(where) for x in _inputs(1, 2, 300, 310, 8))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        saved: dict = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (saved.__setitem__(t.untyped_storage().data_ptr(), t.numel()), t)[1],
+            lambda t: t,
+        )
+        with hooks:
+            out = answer(*leaves, False)
+        wanted = sum(x.numel() for x in (*leaves, out)) + out.shape[:3].numel()
+        expect(bool(saved), "nothing was saved for backward: is it differentiable?")
+        total = sum(saved.values())
+        expect(total <= wanted, f"{total} elements are kept for backward, expected {wanted}")
+    with report.property(
+        "causal masking skips the tiles it empties",
+        hint="a row of tiles ends at the last key its last query sees",
+    ):
+        q, k, v, _ = (x.to(where) for x in _inputs(1, 1, 512, 512, 8))
+        _skips(lambda causal: answer(q, k, v, causal), 36 / 64)
+
+
+@check("attention_io")
+def attention_io(answer, report):
+    """Elements moved."""
+    with report.property(
+        "standard attention moves 4 N^2 + 4 N d elements",
+        hint="q, k, v and out move once; scores and weights are each written and read",
+    ):
+        for n, d in ((7, 3), (1024, 64), (1000, 128)):
+            want = 4 * n * n + 4 * n * d
+            same(answer(n, d, 100_000, flash=False), want, f"elements for N={n}, d={d}")
+    with report.property(
+        "tiled, it moves 2 N d + 2 N d ceil(N / max(1, floor(M / 4d)))",
+        hint="q and out once, k and v once a row of tiles; M / 4d rows fit, at least one",
+    ):
+        for n, d, m in ((1024, 64, 25_600), (1000, 64, 25_600), (77, 5, 90), (64, 64, 100)):
+            rows = max(1, m // (4 * d))
+            want = 2 * n * d + 2 * n * d * math.ceil(n / rows)
+            same(answer(n, d, m, flash=True), want, f"elements for N={n}, d={d}, M={m}")
+    with report.property("a whole number comes back", hint="use // and a ceiling of integers"):
+        same(type(answer(100, 7, 300, flash=True)), int, "the type")
