@@ -114,6 +114,42 @@ def test_ddp_and_functional_collectives_pass_the_watch():
     assert sb.run(train, world_size=2).values == [[2.0, 2.0]] * 2
 
 
+def fsdp():
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(2, 7)).sum().backward()
+    return model[0].weight.grad.full_tensor().sum().item()
+
+
+def interleaved_pipeline():
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    stages = [
+        PipelineStage(torch.nn.Linear(6, 6), chunk * 4 + rank, 8, torch.device("cpu"))
+        for chunk in range(2)
+    ]
+    schedule = ScheduleInterleaved1F1B(stages, 8, loss_fn=lambda a, b: (a - b).pow(2).mean())
+    x, losses = torch.randn(16, 6), []
+    schedule.step(
+        *([x] if rank == 0 else []), **({"target": x, "losses": losses} if rank == 3 else {})
+    )
+    return len(losses)
+
+
+@pytest.mark.skipif(sb.device().type != "cpu", reason="these make CPU tensors")
+def test_torchs_own_parallelisms_pass_the_watch():
+    sums = sb.run(fsdp).values
+    assert sums[0] != 0 and sums == [sums[0]] * 4
+    assert sb.run(interleaved_pipeline).values == [0, 0, 0, 8]
+
+
 def test_output_is_by_rank_and_folded(capfd):
     def talk():
         rank = dist.get_rank()
