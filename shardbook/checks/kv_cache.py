@@ -1,0 +1,394 @@
+"""Chapter 32: the KV cache, judged against runs without one."""
+
+import torch
+from torch import Tensor, nn
+
+from ..device import device
+from .framework import check, close, expect, random, refuses, same, unchanged
+
+B, HKV, D = 3, 2, 5
+
+
+def _new(answer, max_len: int, batch: int = B):
+    return answer(batch, HKV, max_len, D, torch.float32, device())
+
+
+def _held(cache) -> int:
+    """Elements of all tensors that the cache object holds."""
+    seen: dict = {}
+    for value in vars(cache).values():
+        for t in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(t, Tensor) and t.is_floating_point():
+                seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // 4
+    return sum(seen.values())
+
+
+def _lengths(cache) -> list[int]:
+    return torch.as_tensor(cache.length).tolist()
+
+
+@check("KVCache")
+def kv_cache(answer, report):
+    """Append, lengths, truncation."""
+    k, v = (random(B, HKV, 11, D, seed=s).to(device()) for s in (1, 2))
+    with report.property(
+        "append returns all keys and values so far, in order",
+        hint="write behind what is there; return the part that is used, not the whole room",
+    ):
+        cache = _new(answer, 11)
+        at = 0
+        for n in (4, 1, 1, 3):
+            with unchanged("append", k, v):
+                keys, values = cache.append(k[:, :, at : at + n], v[:, :, at : at + n])
+            at += n
+            close(keys, k[:, :, :at].cpu(), f"the keys after {at} tokens", 0.0)
+            close(values, v[:, :, :at].cpu(), f"the values after {at} tokens", 0.0)
+            same(_lengths(cache), [at] * B, f"length after {at} tokens")
+    with report.property(
+        "truncate makes each row as short as it is told, and the next token goes there",
+        hint="length is one number a row: after a rejected guess rows differ",
+    ):
+        cache = _new(answer, 11)
+        cache.append(k[:, :, :6], v[:, :, :6])
+        cache.truncate(torch.tensor([2, 6, 4], device=device()))
+        same(_lengths(cache), [2, 6, 4], "length after truncate")
+        keys, values = cache.append(k[:, :, 8:10], v[:, :, 8:10])
+        same(_lengths(cache), [4, 8, 6], "length after the next append")
+        for row, length in enumerate((2, 6, 4)):
+            want = torch.cat([k[row, :, :length], k[row, :, 8:10]], dim=1).cpu()
+            close(keys[row, :, : length + 2], want, f"the keys of row {row}", 0.0)
+            want = torch.cat([v[row, :, :length], v[row, :, 8:10]], dim=1).cpu()
+            close(values[row, :, : length + 2], want, f"the values of row {row}", 0.0)
+    with report.property(
+        "ValueError past max_len, and nothing is lost by it",
+        hint="look before you write; exactly max_len tokens fit",
+    ):
+        cache = _new(answer, 5)
+        cache.append(k[:, :, :3], v[:, :, :3])
+        refuses(cache.append, k[:, :, 3:6], v[:, :, 3:6], what="6 tokens in a cache of 5")
+        same(_lengths(cache), [3] * B, "length after a refused append")
+        keys, _ = cache.append(k[:, :, 3:5], v[:, :, 3:5])
+        close(keys, k[:, :, :5].cpu(), "the keys after a refused append", 0.0)
+    with report.property(
+        "it holds room for max_len tokens, once",
+        hint="torch.cat at every step keeps old copies alive and copies everything again",
+    ):
+        cache = _new(answer, 11)
+        room = 2 * B * HKV * 11 * D
+        for at in range(9):
+            cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
+            expect(
+                _held(cache) <= room,
+                f"the cache holds {_held(cache)} elements, expected at most {room}",
+            )
+        first = {
+            t.data_ptr() for t in vars(cache).values() if isinstance(t, Tensor) and t.dim() > 1
+        }
+        cache.append(k[:, :, 9:10], v[:, :, 9:10])
+        after = {
+            t.data_ptr() for t in vars(cache).values() if isinstance(t, Tensor) and t.dim() > 1
+        }
+        expect(bool(first), "the cache holds no tensors")
+        expect(first == after, "append moved the whole cache to new memory for one token")
+    with report.property(
+        "it keeps the dtype it was made with, and no graph",
+        hint="a cache of tensors that require grad keeps every step's graph alive",
+    ):
+        low = answer(B, HKV, 4, D, torch.bfloat16, device())
+        keys, _ = low.append(k[:, :, :2].bfloat16(), v[:, :, :2].bfloat16())
+        same(keys.dtype, torch.bfloat16, "the dtype")
+        cache = _new(answer, 4)
+        leaf = k[:, :, :2].clone().requires_grad_()
+        cache.append(leaf * 2, v[:, :, :2])
+        held = [t for t in vars(cache).values() if isinstance(t, Tensor)]
+        expect(not any(t.requires_grad for t in held), "the cache holds tensors with a graph")
+
+
+# ---- cached_attention
+
+
+def _rows(q, keys, values, lengths, offsets):
+    """Row by row, query by query, in float64: what each query may see."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    group = q.shape[1] // keys.shape[1]
+    for b in range(q.shape[0]):
+        for i in range(q.shape[2]):
+            see = min(int(lengths[b]), int(offsets[b]) + i + 1)
+            for h in range(q.shape[1]):
+                if see > 0:
+                    k, v = (t[b, h // group, :see].double() for t in (keys, values))
+                    w = (k @ q[b, h, i].double() * q.shape[-1] ** -0.5).softmax(0)
+                    out[b, h, i] = w @ v
+    return out.float()
+
+
+@check("cached_attention")
+def cached_attention(answer, report):
+    """New queries, old keys."""
+
+    def judge(heads: int, new: int, total: int, lengths, offset, what: str) -> None:
+        q = random(B, heads, new, D, seed=3)
+        keys, values = (random(B, HKV, total, D, seed=s) for s in (4, 5))
+        offsets = offset if isinstance(offset, list) else [offset] * B
+        want = _rows(q, keys, values, lengths, offsets)
+        given = torch.tensor(offset).to(device()) if isinstance(offset, list) else offset
+        args = [t.to(device()) for t in (q, keys, values, torch.tensor(lengths))]
+        with unchanged("cached_attention", *args):
+            got = answer(*args, given)
+        close(got, want, what)
+
+    with report.property(
+        "one new token sees every key so far",
+        hint="a causal mask aligned to the top left would let it see the first key only",
+    ):
+        judge(2, 1, 9, [9] * B, 8, "one query, 9 keys")
+        judge(2, 1, 1, [1] * B, 0, "one query, one key")
+    with report.property(
+        "new tokens are causal among themselves",
+        hint="query i stands at position offset + i and sees keys up to it",
+    ):
+        judge(2, 4, 9, [9] * B, 5, "4 queries, 9 keys")
+        judge(2, 6, 6, [6] * B, 0, "prefill of 6")
+    with report.property(
+        "grouped queries: head h reads kv head h // (H / Hkv)",
+        hint="neighbouring query heads share a kv head",
+    ):
+        judge(6, 3, 8, [8] * B, 5, "6 heads on 2 kv heads")
+    with report.property(
+        "every row has its own length and its own position",
+        hint="one position for all rows lets short rows see keys that are not theirs",
+    ):
+        judge(4, 1, 9, [9, 4, 6], [8, 3, 5], "rows of 9, 4 and 6")
+        judge(4, 3, 9, [9, 4, 6], [6, 1, 3], "rows of 9, 4 and 6, 3 new tokens")
+    with report.property(
+        "keys beyond a row's length are never seen, whatever stands there",
+        hint="mask before the softmax; what is behind the length may be anything",
+    ):
+        q = random(B, 2, 1, D, seed=6)
+        keys, values = (random(B, HKV, 7, D, seed=s) for s in (7, 8))
+        want = _rows(q, keys, values, [3, 5, 7], [2, 4, 6])
+        for row, length in ((0, 3), (1, 5)):
+            keys[row, :, length:] = 1e4
+            values[row, :, length:] = 1e4
+        args = [t.to(device()) for t in (q, keys, values, torch.tensor([3, 5, 7]))]
+        close(answer(*args, torch.tensor([2, 4, 6]).to(device())), want, "out")
+
+
+# ---- generate
+
+
+class _Toy(nn.Module):
+    """A small causal model whose next token depends on all tokens and on their positions."""
+
+    def __init__(self, vocab: int = 13, dim: int = 8, layers: int = 2, limit: int = 64):
+        super().__init__()
+        self.limit, self.calls = limit, []
+
+        def weight(*shape, seed):
+            return nn.Parameter(random(*shape, seed=seed), requires_grad=False)
+
+        self.embed, self.place = weight(vocab, dim, seed=11), weight(limit, dim, seed=12)
+        self.mix = nn.ParameterList(weight(3, dim, dim, seed=20 + i) for i in range(layers))
+        self.out = weight(dim, vocab, seed=13)
+
+    def new_cache(self, batch: int, max_len: int):
+        return _Room(len(self.mix), batch, max_len, self.embed.shape[1], self.embed.device)
+
+    def forward(self, tokens: Tensor, cache=None) -> Tensor:
+        self.calls.append(tuple(tokens.shape))
+        cache = cache or self.new_cache(*tokens.shape)
+        start, new = cache.length.clone(), tokens.shape[1]
+        if int(start.max()) + new > cache.max_len:
+            raise ValueError("the cache of the check's model is full")
+        at = start[:, None] + torch.arange(new, device=tokens.device)  # [B, S]
+        x = self.embed[tokens] + self.place[at]
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        sees = torch.arange(cache.max_len, device=tokens.device) <= at[..., None]  # [B, S, T]
+        for i, (wq, wk, wv) in enumerate(self.mix):
+            cache.keys[i][rows, at], cache.values[i][rows, at] = x @ wk, x @ wv
+            scores = (x @ wq) @ cache.keys[i].transpose(1, 2) / 3
+            weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+            x = x + torch.tanh(weights @ cache.values[i])
+        cache.length = start + new
+        return x @ self.out
+
+
+class _Room:
+    def __init__(self, layers: int, batch: int, max_len: int, dim: int, where):
+        shape = (layers, batch, max_len, dim)
+        self.keys, self.values = torch.zeros(shape, device=where), torch.zeros(shape, device=where)
+        self.length = torch.zeros(batch, dtype=torch.int64, device=where)
+        self.max_len = max_len
+
+    def truncate(self, lengths):
+        self.length = torch.as_tensor(lengths, device=self.length.device).expand_as(self.length)
+        self.length = self.length.clone()
+
+
+def _without_cache(model: _Toy, row: Tensor, new: int, eos: int | None) -> list[int]:
+    """One row alone, the whole sequence again for every token."""
+    tokens = row.tolist()
+    out = []
+    for _ in range(new):
+        if eos is not None and eos in out:
+            out.append(eos)
+            continue
+        logits = model(torch.tensor([tokens], device=row.device))[0, -1]
+        out.append(int(logits.argmax()))
+        tokens.append(out[-1])
+    return out
+
+
+def _prompt(rows: int, width: int, pads: list[int], seed: int) -> Tensor:
+    prompt = (random(rows, width, seed=seed) * 100).long().abs() % 13
+    for row, pad in enumerate(pads):
+        prompt[row, :pad] = -1
+    return prompt.to(device())
+
+
+def _generates(answer, prompt: Tensor, new: int, eos: int | None = None) -> None:
+    model = _Toy().to(device())
+    with unchanged("generate", prompt):
+        got = answer(model, prompt, new, eos)
+    rows, width = prompt.shape
+    same(tuple(got.shape), (rows, width + new), "the shape of the result")
+    close(got[:, :width], prompt.cpu(), "the prompt's part of the result", 0.0)
+    for row in range(rows):
+        want = _without_cache(model, prompt[row][prompt[row] >= 0], new, eos)
+        same(got[row, width:].tolist(), want, f"the new tokens of row {row}")
+
+
+@check("generate")
+def generate(answer, report):
+    """Greedy, with a cache."""
+    with report.property(
+        "equals the run without a cache, token by token",
+        hint="after prefill the model gets one token, at the position behind the last one",
+    ):
+        _generates(answer, _prompt(1, 5, [0], 1), 9)
+        _generates(answer, _prompt(3, 4, [0, 0, 0], 2), 7)
+        _generates(answer, _prompt(2, 1, [0, 0], 3), 6)
+    with report.property(
+        "left-padded rows equal the same rows alone",
+        hint="a row's first real token stands at position 0: padding is neither seen nor counted",
+    ):
+        _generates(answer, _prompt(3, 6, [0, 2, 5], 4), 8)
+        _generates(answer, _prompt(2, 4, [3, 1], 5), 5)
+    with report.property(
+        "after eos a row is filled with eos, the others go on",
+        hint="keep a flag for each row",
+    ):
+        prompt = _prompt(4, 5, [0, 1, 0, 3], 6)
+        model = _Toy().to(device())
+        firsts = [_without_cache(model, row[row >= 0], 9, None) for row in prompt]
+        for eos in (firsts[0][2], firsts[3][1]):
+            _generates(answer, prompt, 9, eos)
+    with report.property(
+        "prefill once, then one token a step",
+        hint="the cache is there so that old tokens are not computed again",
+    ):
+        model = _Toy().to(device())
+        answer(model, _prompt(2, 5, [0, 0], 7), 6)
+        seen = sum(s for _, s in model.calls)
+        expect(
+            model.calls[0] == (2, 5) and all(s == 1 for _, s in model.calls[1:]),
+            f"the model was called with lengths {[s for _, s in model.calls]}, expected 5, 1, 1, …",
+        )
+        expect(seen <= 5 + 6, f"the model computed {seen} positions, expected at most 11")
+    with report.property(
+        "no new tokens asked for: the prompt comes back", hint="a loop that runs zero times"
+    ):
+        prompt = _prompt(2, 4, [0, 1], 8)
+        close(answer(_Toy().to(device()), prompt, 0), prompt.cpu(), "the result", 0.0)
+
+
+# ---- sliding window, and the formulas
+
+
+@check("sliding_window_append")
+def sliding_window_append(answer, report):
+    """The last tokens only."""
+    from ..attention.cache import KVCache
+
+    k, v = (random(B, HKV, 40, D, seed=s).to(device()) for s in (31, 32))
+
+    def push(cache, start: int, n: int, window: int):
+        return answer(cache, k[:, :, start : start + n], v[:, :, start : start + n], window)
+
+    with report.property(
+        "the cache holds the last `window` tokens, in order",
+        hint="when it is full the oldest tokens make room; order matters to positions",
+    ):
+        for window, chunks in ((5, [2, 1, 1, 1, 1, 1]), (7, [3, 3, 3, 4]), (4, [1] * 9)):
+            cache, at = KVCache(B, HKV, window, D, torch.float32, device()), 0
+            for n in chunks:
+                keys, values = push(cache, at, n, window)
+                at += n
+                want = slice(max(0, at - window), at)
+                close(keys, k[:, :, want].cpu(), f"keys after {at} tokens, window {window}", 0.0)
+                close(values, v[:, :, want].cpu(), f"values after {at}, window {window}", 0.0)
+                same(_lengths(cache), [min(at, window)] * B, f"length after {at} tokens")
+    with report.property(
+        "a chunk longer than the window leaves its own last tokens",
+        hint="look at the chunk's length before you write",
+    ):
+        for before in (0, 2, 5):
+            cache = KVCache(B, HKV, 5, D, torch.float32, device())
+            if before:
+                cache.append(k[:, :, :before], v[:, :, :before])
+            keys, _ = push(cache, before, 12, 5)
+            close(keys, k[:, :, before + 7 : before + 12].cpu(), f"keys after {before} and 12", 0.0)
+    with report.property(
+        "rows of different lengths slide each by itself",
+        hint="one row may be full while another has room",
+    ):
+        cache = KVCache(B, HKV, 6, D, torch.float32, device())
+        cache.append(k[:, :, :6], v[:, :, :6])
+        cache.truncate(torch.tensor([6, 1, 4], device=device()))
+        keys, _ = push(cache, 10, 3, 6)
+        same(_lengths(cache), [6, 4, 6], "length")
+        for row, length in enumerate((6, 1, 4)):
+            want = torch.cat([k[row, :, :length], k[row, :, 10:13]], dim=1)[:, -6:].cpu()
+            close(keys[row, :, : want.shape[1]], want, f"the keys of row {row}", 0.0)
+    with report.property(
+        "the cache never grows past its window",
+        hint="max_len is the window: write in place of the oldest",
+    ):
+        cache = KVCache(B, HKV, 5, D, torch.float32, device())
+        for at in range(0, 30, 3):
+            push(cache, at, 3, 5)
+            room = 2 * B * HKV * 5 * D
+            expect(_held(cache) <= room, f"it holds {_held(cache)} elements, expected {room}")
+
+
+@check("kv_cache_bytes")
+def kv_cache_bytes(answer, report):
+    """Memory."""
+    with report.property(
+        "2 L Hkv D S B times the bytes of a value",
+        hint="keys and values, of kv heads (not query heads), of every layer and token",
+    ):
+        for args in ((3, 2, 5, 7, 11, 2), (32, 8, 128, 4096, 1, 2), (1, 1, 1, 1, 1, 4)):
+            want = 2
+            for a in args:
+                want *= a
+            same(answer(*args), want, f"the bytes of {args}")
+
+
+@check("decode_intensity")
+def decode_intensity(answer, report):
+    """FLOPs a byte."""
+    with report.property(
+        "(2 N B + 4 L H D S B) over the bytes of parameters and cache",
+        hint="parameters are read once for the whole batch, every sequence's cache once; queries "
+        "have H heads, the cache Hkv",
+    ):
+        for n, layers, heads, kv, d, s, b, w in (
+            (7_000, 3, 6, 2, 5, 11, 4, 2),
+            (8_000_000_000, 32, 32, 8, 128, 4096, 1, 2),
+            (1_000, 1, 4, 4, 8, 1, 64, 4),
+        ):
+            flops = 2 * n * b + 4 * layers * heads * d * s * b
+            want = flops / (n * w + 2 * layers * kv * d * s * b * w)
+            got = answer(n, layers, heads, kv, d, s, b, w)
+            expect(abs(got - want) <= 1e-9 * want, f"it is {got}, expected {want:.6g}")
