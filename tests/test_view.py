@@ -160,6 +160,42 @@ def test_arrows_join_the_innermost_slices():
     assert (a.name, t0, b.name, t1, len(made.flows)) == ("send", 3000, "recv", 8000, 1)
 
 
+def test_numbered_lanes_of_flat_slices_become_thin_rows_of_one_track():
+    def lane(tid, name):
+        return {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}}
+
+    made = laid(
+        *(lane(i, "async collectives" if i == 1 else f"async collectives {i}") for i in (1, 2, 3)),
+        *(X(i, 10, f"n{i}", tid=i) for i in (1, 2, 3)),
+        lane(8, "stream 8"),
+        X(0, 1, "other", tid=8),
+    )
+    assert [(t.name, t.rows, len(t.slices)) for t in made.tracks] == [
+        ("async collectives", 3, 3),
+        ("stream 8", 1, 1),
+    ]
+    assert sorted(rows(made).values()) == [0, 1, 2]
+    assert made.tracks[0].row < made.tracks[1].row
+
+
+def test_an_arrow_follows_its_slice_into_the_stacked_track():
+    def lane(tid, name):
+        return {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}}
+
+    arrow = {"pid": 0, "id": 1, "name": "p", "cat": "f"}
+    made = laid(
+        lane(1, "p2p"),
+        lane(2, "p2p 2"),
+        X(0, 10, "send", tid=1),
+        X(0, 9, "recv", tid=2),
+        arrow | {"ph": "s", "tid": 1, "ts": 4},
+        arrow | {"ph": "f", "tid": 2, "ts": 5, "bp": "e"},
+    )
+    (((a, sent, _), (b, received, _)),) = made.flows
+    assert a is b is made.tracks[0]
+    assert (sent.name, received.name) == ("send", "recv")
+
+
 def test_what_works_is_bright_and_what_holds_others_is_pale():
     made = layout(many(600))
     colours = dict(made.kinds)

@@ -18,7 +18,7 @@ COLOURS += ["#B9CDD9", "#E3D3B4", "#B5D3C8", "#DFCBD6", "#C9DFEB", "#E0C3B0", "#
 MERGED = "#999999"  # slices too short to draw one by one, and kinds past the palette
 POINTS = 2000  # points kept of one counter
 # pixels: heights, and the width of the column of track names
-ROW, HEADER, COUNTER, GAP, AXIS, NAMES = 18, 22, 38, 4, 24, 124
+ROW, THIN, HEADER, COUNTER, GAP, AXIS, NAMES = 18, 9, 22, 38, 4, 24, 124
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +47,11 @@ class Track:
     rows: int = 1
     nests: bool = True  # async slices need not nest
 
+    @property
+    def row(self) -> int:
+        """Pixels of a row: less where many slices lie side by side only because they overlap."""
+        return ROW if self.nests or self.rows <= 2 else THIN
+
 
 @dataclass(slots=True)
 class Layout:
@@ -73,6 +78,7 @@ def layout(chrome: dict, most: int = 5000) -> Layout:
     for track in tracks.values():
         _rows(track)
     flows = _flows(timed, tracks, lambda us: round((us - zero) * 1000))
+    flows = _stack(tracks, flows)
 
     # in the order of the ranks; counters (tid "~…") below the slices of their process
     def place(t: Track) -> tuple:
@@ -196,6 +202,24 @@ def _rows(track: Track) -> None:
         track.rows = max(track.rows, s.row + 1)
 
 
+def _stack(tracks: dict[object, Track], flows: list) -> list:
+    """Lanes "collectives", "collectives 2", … of flat slices become the rows of one track."""
+    first = {(t.pid, t.name): t for t in tracks.values() if not t.points}
+    moved: dict[int, Track] = {}
+    for key, track in list(tracks.items()):
+        base, _, number = track.name.rpartition(" ")
+        into = first.get((track.pid, base))
+        flat = into and track.rows == into.rows == 1
+        if number.isdecimal() and flat:
+            moved[id(track)] = into
+            del tracks[key]
+            into.slices += track.slices
+    for track in {id(t): t for t in moved.values()}.values():
+        track.nests = False
+        _rows(track)
+    return [tuple((moved.get(id(t), t), s, at) for t, s, at in flow) for flow in flows]
+
+
 def _flows(timed: list[dict], tracks: dict, ns) -> list:
     """Arrows between the deepest slices around the two ends of each flow (s, t, f events)."""
     starts = {key: [s.ts for s in t.slices] for key, t in tracks.items()}
@@ -297,7 +321,7 @@ def _thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def content_height(made: Layout) -> int:
     """Pixels that the lanes need: a header a process, its tracks below."""
-    lanes = sum(GAP + (COUNTER if t.points else t.rows * ROW) for t in made.tracks)
+    lanes = sum(GAP + (COUNTER if t.points else t.rows * t.row) for t in made.tracks)
     return lanes + HEADER * len(made.processes)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from .layout import AXIS, COUNTER, GAP, HEADER, NAMES, ROW, Layout, Track, content_height, describe
 
 WIDTH, SCALE = 900, 1.5  # CSS pixels; drawn larger, so that text stays sharp
-TALLEST = 700
+TALLEST = 820
 INK, PALE, GRID, BAND = "#1b1f24", "#57606a", "#e4e7eb", "#eef1f5"
 
 
@@ -77,19 +77,19 @@ def png(made: Layout, title: str = "") -> bytes:
         top[id(track)] = y
         for s in track.slices:
             x0, x1 = at(s.ts), max(at(s.ts + s.dur), at(s.ts) + 0.7)
-            row = y + s.row * ROW
+            row = y + s.row * track.row
             colour = made.kinds[s.kind][1]
             gap = 0.7 if x1 - x0 > 3 else 0  # neighbours of one colour stay two bars
-            box(x0, row, x1 - gap, row + ROW - 2, colour)
-            if x1 - x0 > 30:
+            box(x0, row, x1 - gap, row + track.row - 2, colour)
+            if x1 - x0 > 30 and track.row == ROW:
                 words = fits(short(s.name), x1 - x0 - 6, 9)
                 text(x0 + 3, row + ROW / 2 - 1, words, "white" if dark(colour) else INK, 9)
-        y += track.rows * ROW + GAP
+        y += track.rows * track.row + GAP
     if len(made.flows) <= 80:  # more would hide the bars
         for (a, s, t0), (b, r, t1) in made.flows:
             if id(a) in top and id(b) in top:
-                ends = [(at(t0), top[id(a)] + (s.row + 0.5) * ROW)]
-                ends += [(at(t1), top[id(b)] + (r.row + 0.5) * ROW)]
+                ends = [(at(t0), top[id(a)] + (s.row + 0.5) * a.row)]
+                ends += [(at(t1), top[id(b)] + (r.row + 0.5) * b.row)]
                 draw.line([(x * SCALE, v * SCALE) for x, v in ends], fill="#6e7781", width=1)
     if full > high:
         box(0, high - 20, WIDTH, high, "white")

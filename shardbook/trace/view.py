@@ -16,7 +16,7 @@ from .layout import AXIS, COUNTER, GAP, HEADER, NAMES, ROW, Layout, content_heig
 
 MOST = 5000  # slices drawn one by one; a notebook should stay small and quick
 BARS = 70  # tool bar and bottom bar
-LOWEST, HIGHEST = 200, 620
+LOWEST, HIGHEST = 200, 820
 
 PAGE = """<!doctype html><meta charset="utf-8"><title>trace</title><body><script>
 const bytes = text => new Blob([Uint8Array.from(atob(text), c => c.charCodeAt(0))]);
@@ -76,6 +76,7 @@ def pack(made: Layout, title: str = "") -> dict:
                 "tid": track.tid,
                 "name": track.name,
                 "rows": track.rows,
+                "px": track.row,
                 # differences are short numbers, which gzip well
                 "ts": [b - a for a, b in zip([0, *starts], starts, strict=False)],
                 "dur": [s.dur for s in slices],

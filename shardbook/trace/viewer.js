@@ -33,7 +33,7 @@ const STYLE = `
   .close { position: absolute; right: 6px; top: 4px; border: 0; background: none; font-size: 14px; }
   .message { position: absolute; inset: auto 8px 36px auto; max-width: 480px; background: var(--page); border: 1px solid var(--area); border-radius: 4px; padding: 8px 28px 8px 10px; z-index: 3; line-height: 1.5; white-space: normal; }
   .message code { font-family: ui-monospace, "DejaVu Sans Mono", Menlo, monospace; background: var(--band); padding: 0 3px; }
-  .legend { display: flex; gap: 2px 10px; flex-wrap: wrap; padding: 3px 8px; max-height: 18px; overflow: hidden; color: var(--pale); }
+  .legend { display: flex; gap: 2px 10px; flex-wrap: wrap; padding: 0 8px; margin: 3px 0; height: 16px; line-height: 16px; flex: none; overflow: hidden; color: var(--pale); }
   .legend span { cursor: pointer; } .legend span:hover { color: var(--ink); }
   .legend i { display: inline-block; width: 10px; height: 10px; margin-right: 4px; border-radius: 2px; vertical-align: -1px; }
   [hidden] { display: none !important; }`;
@@ -130,7 +130,7 @@ function view(data) {
       if (track.pid !== pid) { pid = track.pid; headers.push({ pid, y }); y += HEADER; }
       track.shown = !folded.has(pid);
       track.y = y;
-      track.height = track.series.length ? COUNTER : track.rows * ROW;
+      track.height = track.series.length ? COUNTER : track.rows * track.px;
       if (track.shown) y += track.height + GAP;
     }
     total = y;
@@ -226,9 +226,10 @@ function view(data) {
   }
 
   function paintSlices(track, y) {
+    const { px } = track;
     for (let row = 0; row < track.rows; row++) {
-      const list = track.byRow[row], top = y + row * ROW;
-      if (top > height || top + ROW < 0) continue;
+      const list = track.byRow[row], top = y + row * px;
+      if (top > height || top + px < 0) continue;
       let last = -1; // the pixel drawn last: slices below a pixel share one
       for (let i = firstEnding(list, from); i < list.length; i++) {
         const s = list[i];
@@ -240,19 +241,19 @@ function view(data) {
         pen.globalAlpha = lit ? 1 : 0.16;
         pen.fillStyle = data.kinds[s.kind][1];
         if (s.dur === 0) { // an instant
-          pen.beginPath(); pen.moveTo(a, top); pen.lineTo(a + 5, top + ROW - 3); pen.lineTo(a - 5, top + ROW - 3); pen.fill();
+          pen.beginPath(); pen.moveTo(a, top); pen.lineTo(a + 5, top + px - 3); pen.lineTo(a - 5, top + px - 3); pen.fill();
         } else {
           const w = Math.max(b - a - (b - a > 4 ? 0.75 : 0), 1);
-          pen.fillRect(a, top, w, ROW - 2);
-          if (s.cat === 'backward') { pen.fillStyle = '#0006'; pen.fillRect(a, top + ROW - 5, w, 3); }
+          pen.fillRect(a, top, w, px - 2);
+          if (s.cat === 'backward') { pen.fillStyle = '#0006'; pen.fillRect(a, top + px - 5, w, 3); }
         }
-        if (b - a > 26) {
+        if (b - a > 26 && px === ROW) {
           pen.fillStyle = ink[s.kind];
-          pen.fillText(short(s.name, b - a - 8), a + 4, top + ROW / 2 - 0.5);
+          pen.fillText(short(s.name, b - a - 8), a + 4, top + px / 2 - 0.5);
         }
         if (s === picked) {
           pen.globalAlpha = 1; pen.strokeStyle = colours.pick; pen.lineWidth = 2;
-          pen.strokeRect(a + 0.5, top, Math.max(b - a - 1, 2), ROW - 2);
+          pen.strokeRect(a + 0.5, top, Math.max(b - a - 1, 2), px - 2);
         }
       }
     }
@@ -289,7 +290,7 @@ function view(data) {
       if (busy && !on || !f.a.track.shown || !f.b.track.shown) continue;
       const x0 = x(f.t0), x1 = x(f.t1);
       if (Math.max(x0, x1) < NAMES || Math.min(x0, x1) > width) continue;
-      const y0 = f.a.track.y + (f.a.row + 0.5) * ROW - top - 1, y1 = f.b.track.y + (f.b.row + 0.5) * ROW - top - 1;
+      const y0 = f.a.track.y + (f.a.row + 0.5) * f.a.track.px - top - 1, y1 = f.b.track.y + (f.b.row + 0.5) * f.b.track.px - top - 1;
       if (Math.max(y0, y1) < AXIS || Math.min(y0, y1) > height) continue;
       pen.strokeStyle = pen.fillStyle = on ? '#D55E00' : colours.flow;
       pen.lineWidth = on ? 2 : 1; pen.globalAlpha = on ? 1 : hits ? 0.2 : crowd;
@@ -307,7 +308,7 @@ function view(data) {
     const time = ns(px), near = 3 * (to - from) / (width - NAMES);
     for (const track of tracks) {
       if (!track.shown || y < track.y || y >= track.y + track.height || track.series.length) continue;
-      const list = track.byRow[Math.floor((y - track.y) / ROW)] || [];
+      const list = track.byRow[Math.floor((y - track.y) / track.px)] || [];
       let best = null, distance = near;
       for (let i = firstEnding(list, time - near); i < list.length && list[i].ts <= time + near; i++) {
         const s = list[i], away = Math.max(s.ts - time, time - s.ts - s.dur, 0);
@@ -359,7 +360,7 @@ function view(data) {
   function reveal(s) {
     if (folded.delete(s.track.pid)) arrange();
     if (s.ts + s.dur < from || s.ts > to) { const half = (to - from) / 2; show(s.ts + s.dur / 2 - half, s.ts + s.dur / 2 + half); }
-    const y = s.track.y + s.row * ROW;
+    const y = s.track.y + s.row * s.track.px;
     if (y < lanes.scrollTop + AXIS) lanes.scrollTop = y - AXIS - HEADER;
     if (y + ROW > lanes.scrollTop + lanes.clientHeight) lanes.scrollTop = y + 2 * ROW - lanes.clientHeight;
   }
@@ -577,7 +578,7 @@ function view(data) {
   window.trace = {
     data, tracks, slices, flows, pick, chrome: () => chrome(data, tracks, flows),
     range: () => [from, to], dark: () => colours === DARK,
-    place: s => { const b = canvas.getBoundingClientRect(); return { x: b.left + x(s.ts + s.dur / 2), y: b.top + s.track.y + (s.row + 0.5) * ROW - lanes.scrollTop }; },
+    place: s => { const b = canvas.getBoundingClientRect(); return { x: b.left + x(s.ts + s.dur / 2), y: b.top + s.track.y + (s.row + 0.5) * s.track.px - lanes.scrollTop }; },
     mounted: performance.now(), took: performance.now() - began,
   };
 }

@@ -1,5 +1,6 @@
 """JupyterLab and a headless Chromium for the browser tests: real ones, on this machine only."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -33,8 +34,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group("browser"))
 
 
-@pytest.fixture(scope="session")
-def chromium():
+@contextlib.contextmanager
+def chromium_browser():
     """A headless browser. CI installs Debian's; any Chromium or Chrome on the PATH does."""
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -47,8 +48,14 @@ def chromium():
         browser.close()
 
 
+@pytest.fixture(scope="session")
+def chromium():
+    with chromium_browser() as browser:
+        yield browser
+
+
 class Lab:
-    """A running JupyterLab: its folder and the addresses of its pages."""
+    """A running JupyterLab: the folder it serves and the addresses of its pages."""
 
     def __init__(self, root, port):
         self.root, self.origin = root, f"http://127.0.0.1:{port}"
@@ -57,11 +64,16 @@ class Lab:
         return f"{self.origin}{BASE}{path}"
 
 
-@pytest.fixture(scope="session")
-def lab(tmp_path_factory):
+@contextlib.contextmanager
+def jupyterlab(folder):
     """JupyterLab from this environment, under a base URL with a prefix, with its own settings."""
-    home = tmp_path_factory.mktemp("jupyter")
-    root = tmp_path_factory.mktemp("notebooks")
+    home, root = folder / "jupyter", folder / "notebooks"
+    root.mkdir()
+    quiet = home / "settings" / "@jupyterlab" / "apputils-extension"
+    quiet.mkdir(parents=True)
+    (quiet / "notification.jupyterlab-settings").write_text(
+        '{"fetchNews": "false", "checkForUpdates": false}'
+    )
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -77,27 +89,36 @@ def lab(tmp_path_factory):
     command += ["--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"]
     command += [f"--ServerApp.base_url={BASE}", f"--IdentityProvider.token={TOKEN}"]
     command += [f"--ServerApp.root_dir={root}", "--expose-app-in-browser"]
-    quiet = home / "settings" / "@jupyterlab" / "apputils-extension"
-    quiet.mkdir(parents=True)
-    (quiet / "notification.jupyterlab-settings").write_text(
-        '{"fetchNews": "false", "checkForUpdates": false}'
-    )
-    log = open(home / "lab.log", "w")  # noqa: SIM115  (open while the server runs)
-    server = subprocess.Popen(
-        command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    lab = Lab(root, port)
-    try:
-        wait_for(lambda: answers(lab.url(f"api?token={TOKEN}")) or server.poll() is not None, 60)
-        assert server.poll() is None, (home / "lab.log").read_text()
-        yield lab
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
+    with open(home / "lab.log", "w") as log:
+        server = subprocess.Popen(
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        lab = Lab(root, port)
         try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-        log.close()
+            api = lab.url(f"api?token={TOKEN}")
+            wait_for(lambda: answers(api) or server.poll() is not None, 60)
+            assert server.poll() is None, (home / "lab.log").read_text()
+            yield lab
+        finally:
+            server.terminate()  # it ends its kernels
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory):
+    with jupyterlab(tmp_path_factory.mktemp("lab")) as lab:
+        yield lab
+
+
+def idle(page):
+    """Wait until the kernel of the notebook in front has nothing to do."""
+    page.wait_for_function(
+        "jupyterapp.shell.currentWidget.sessionContext?.session?.kernel?.status === 'idle'",
+        timeout=150_000,
+    )
 
 
 def answers(url):
@@ -118,8 +139,8 @@ def wait_for(condition, seconds):
 @pytest.fixture(scope="session")
 def context(chromium, lab):
     """A logged-in browser session."""
-    context = chromium.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(30_000)
+    context = chromium.new_context(viewport={"width": 1280, "height": 1100})
+    context.set_default_timeout(60_000)
     page = context.new_page()
     page.goto(lab.url(f"lab?token={TOKEN}"))
     page.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from .conftest import notebook
+from .conftest import idle, notebook
 
 RANKS = """
 import shardbook as sb
@@ -80,16 +80,27 @@ def views(page, count=1):
 
 
 def point(page, frame, index):
-    """Where on the page slice `index` of the view is."""
-    frame.frame_element().scroll_into_view_if_needed()
-    place = frame.evaluate("i => trace.place(trace.slices[i])", index)
-    box = frame.frame_element().bounding_box()
-    return box["x"] + place["x"], box["y"] + place["y"]
+    """Where on the page slice `index` of the view is, scrolled into sight."""
+    for _ in range(2):
+        place = frame.evaluate("i => trace.place(trace.slices[i])", index)
+        box = frame.frame_element().bounding_box()
+        x, y = box["x"] + place["x"], box["y"] + place["y"]
+        page.evaluate(
+            """y => { const s = document.querySelector('.jp-Notebook .jp-WindowedPanel-outer')
+                 || document.scrollingElement;
+               if (y < 150 || y > innerHeight - 150) s.scrollBy(0, y - innerHeight / 2); }""",
+            y,
+        )
+    return x, y
 
 
 def find(frame, name):
-    """The number of the first slice with this name."""
-    index = frame.evaluate("name => trace.slices.findIndex(s => s.name === name)", name)
+    """The number of the longest slice with this name: the easiest to hit."""
+    index = frame.evaluate(
+        """name => trace.slices.reduce((best, s, i) =>
+             s.name === name && (best < 0 || s.dur > trace.slices[best].dur) ? i : best, -1)""",
+        name,
+    )
     assert index >= 0, (name, frame.evaluate("trace.slices.map(s => s.name)"))
     return index
 
@@ -108,12 +119,9 @@ def ran(page, lab):
     """The notebook after its cells ran in JupyterLab, saved."""
     path = notebook(lab.root / "ranks.ipynb", RANKS, SAVE, HOSTILE, FILLER)
     open_notebook(page, lab, path.name)
-    page.wait_for_function(
-        "jupyterapp.shell.currentWidget.sessionContext?.session?.kernel?.status === 'idle'",
-        timeout=60_000,
-    )
+    idle(page)
     run_command(page, "notebook:run-all-cells")
-    page.wait_for_selector(".shardbook-trace iframe", timeout=90_000)
+    page.wait_for_selector(".shardbook-trace iframe", timeout=150_000)
     frames = views(page, 2)
     run_command(page, "docmanager:save")
     page.wait_for_function("!document.querySelector('.jp-mod-dirty')")
@@ -321,7 +329,7 @@ def perfetto(page, sql):
 
 
 def loaded(page):
-    page.wait_for_function("window.app && app.trace && app.trace.engine", timeout=90_000)
+    page.wait_for_function("window.app && app.trace && app.trace.engine", timeout=150_000)
 
 
 def test_open_in_perfetto_shows_every_slice(context, page, ran):
