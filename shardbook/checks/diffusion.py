@@ -1,0 +1,385 @@
+"""Chapter 43: diffusion, judged by the formulas in float64 and by what the model is asked."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..device import device
+from .framework import check, close, expect, random, refuses, same, unchanged
+
+
+class _Dtypes(TorchDispatchMode):
+    """Notes the dtypes of all tensors that operations make."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: set = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {t.dtype for t in tree_leaves(out) if isinstance(t, Tensor)}
+        return out
+
+
+class _Attention(TorchFunctionMode):
+    """Counts calls of scaled_dot_product_attention, by whatever name it was imported."""
+
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += func is F.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
+
+
+def narrow(run, what: str):
+    """Run it and expect no float64 and no complex tensor on the way; its result."""
+    with _Dtypes() as dtypes:
+        out = run()
+    wide = dtypes.seen & {torch.float64, torch.complex64, torch.complex128}
+    expect(not wide, f"{what} makes {', '.join(map(str, wide))}, which an NPU refuses")
+    return out
+
+
+@check("timestep_embedding")
+def timestep_embedding(answer, report):
+    """Sinusoids of the time."""
+
+    def exact(t: Tensor, dim: int, period: float) -> Tensor:
+        half = dim // 2
+        freqs = torch.exp(-math.log(period) * torch.arange(half, dtype=torch.float64) / half)
+        angles = t.double()[:, None] * freqs
+        out = torch.cat([angles.cos(), angles.sin()], dim=1)
+        return F.pad(out, (0, dim % 2)).float()
+
+    t = torch.tensor([0.0, 0.25, 1.0, 7.5, 40.0])
+    with report.property(
+        "cosines, then sines, of t times max_period^(-i / half)",
+        hint="i counts 0 to dim // 2 - 1 and is divided by dim // 2; cos comes first in DiT",
+    ):
+        for dim in (8, 6, 256):
+            close(answer(t.to(device()), dim), exact(t, dim, 10_000), f"dim {dim}", 2e-5)
+        close(answer(t.to(device()), 10, 100), exact(t, 10, 100), "a max_period of 100", 2e-5)
+    with report.property("an odd dim ends in 0", hint="pad with one zero"):
+        for dim in (7, 9):
+            close(answer(t.to(device()), dim), exact(t, dim, 10_000), f"dim {dim}", 2e-5)
+    with report.property(
+        "fp32 throughout, also for integer steps; no float64",
+        hint="torch.arange(..., dtype=torch.float32): float64 does not exist on an NPU",
+    ):
+        steps = torch.tensor([0, 3, 999])
+        got = narrow(lambda: answer(steps.to(device()), 8), "timestep_embedding")
+        same(got.dtype, torch.float32, "the dtype for integer steps")
+        # angles reach 999 radians, where fp32 keeps 6e-5
+        close(got, exact(steps, 8, 10_000), "integer steps", 3e-4)
+
+
+@check("modulate")
+def modulate(answer, report):
+    """Scale and shift by the condition."""
+    x, shift, scale = random(3, 5, 4, seed=1), random(3, 4, seed=2), random(3, 4, seed=3)
+    want = x * (1 + scale.view(3, 1, 4)) + shift.view(3, 1, 4)
+    with report.property(
+        "x (1 + scale) + shift, the same for all tokens of a sample",
+        hint="a scale of 0 leaves x as it is; [B, D] needs a place for the tokens",
+    ):
+        inputs = [t.to(device()) for t in (x, shift, scale)]
+        with unchanged("modulate", *inputs):
+            got = answer(*inputs)
+        close(got, want, "the result")
+    with report.property(
+        "samples keep their own condition, also where B equals S",
+        hint="broadcasting [B, D] against [B, S, D] lines up B with S",
+    ):
+        x = random(4, 4, 6, seed=4)
+        shift, scale = random(4, 6, seed=5), random(4, 6, seed=6)
+        got = answer(*[t.to(device()) for t in (x, shift, scale)])
+        close(got, x * (1 + scale[:, None]) + shift[:, None], "the result for B = S")
+
+
+# ---- DiTBlock
+
+NAMES = {
+    "attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight", "attn.proj.bias",
+    "mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight", "mlp.fc2.bias",
+    "adaLN_modulation.1.weight", "adaLN_modulation.1.bias",
+}  # fmt: skip
+
+
+def fill(module: nn.Module, scale: float = 0.3) -> nn.Module:
+    """Random parameters, by name, so that two modules of one layout get the same ones."""
+    with torch.no_grad():
+        for name, p in sorted(module.named_parameters()):
+            p.copy_(random(*p.shape, seed=sum(map(ord, name))) * scale)
+    return module
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of pairs (2i, 2i+1), channel by channel."""
+    out = torch.empty_like(x)
+    for i in range(0, x.shape[-1], 2):
+        a, b = x[..., i], x[..., i + 1]
+        out[..., i] = a * cos[:, i] - b * sin[:, i]
+        out[..., i + 1] = b * cos[:, i + 1] + a * sin[:, i + 1]
+    return out
+
+
+def block_by_formula(block: nn.Module, x: Tensor, c: Tensor, heads: int, rope=None) -> Tensor:
+    """The block in float64 on the host, from its parameters, in plain steps."""
+    p = {n: t.detach().cpu().double() for n, t in block.named_parameters()}
+    x, c = x.double(), c.double()
+
+    def norm(h):
+        mean = h.mean(-1, keepdim=True)
+        return (h - mean) / ((h - mean).pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def linear(h, name):
+        return h @ p[name + ".weight"].T + p[name + ".bias"]
+
+    six = linear(c * torch.sigmoid(c), "adaLN_modulation.1").view(len(c), 6, 1, -1)
+    shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = six.unbind(1)
+    h = linear(norm(x) * (1 + scale_a) + shift_a, "attn.qkv")
+    q, k, v = h.chunk(3, -1)
+    q, k, v = (t.view(*t.shape[:2], heads, -1).transpose(1, 2) for t in (q, k, v))
+    if rope is not None:
+        q, k = (turn(t, *[r.double() for r in rope]) for t in (q, k))
+    weights = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).softmax(-1)
+    x = x + gate_a * linear((weights @ v).transpose(1, 2).flatten(2), "attn.proj")
+    h = linear(norm(x) * (1 + scale_m) + shift_m, "mlp.fc1")
+    h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+    return (x + gate_m * linear(h, "mlp.fc2")).float()
+
+
+@check("DiTBlock")
+def dit_block(answer, report):
+    """adaLN-Zero."""
+    where = device()
+    x, c = random(2, 7, 12, seed=1), random(2, 12, seed=2)
+    with report.property(
+        "parameters are named and shaped as in facebookresearch/DiT",
+        hint="attn.qkv, attn.proj, mlp.fc1, mlp.fc2 and adaLN_modulation = SiLU, Linear; the norms "
+        "have no parameters",
+    ):
+        block = answer(12, 3, 2.5)
+        shapes = {n: tuple(p.shape) for n, p in block.named_parameters()}
+        same(set(shapes), NAMES, "the set of parameter names")
+        same(shapes["attn.qkv.weight"], (36, 12), "the shape of attn.qkv.weight")
+        same(shapes["mlp.fc1.weight"], (30, 12), "the shape of mlp.fc1.weight (mlp_ratio 2.5)")
+        same(shapes["adaLN_modulation.1.weight"], (72, 12), "adaLN_modulation.1.weight")
+        same(tuple(answer(12, 3).mlp.fc1.weight.shape), (48, 12), "mlp.fc1.weight by default")
+    with report.property(
+        "a new block is the identity",
+        hint="zero the weight AND the bias of the modulation: then both gates are 0",
+    ):
+        block = answer(12, 3).to(where)
+        close(block(x.to(where), c.to(where)), x, "the output of a new block", 0.0)
+    with report.property(
+        "values are those of the formula: modulation, attention, gate; modulation, mlp, gate",
+        hint="six chunks in the order shift, scale, gate (attention), shift, scale, gate (mlp); "
+        "rows of qkv are q, k, v, each by head; eps is 1e-6 and the gelu is the tanh one",
+    ):
+        for heads, ratio in ((3, 2.5), (2, 4.0), (1, 1.0)):
+            block = fill(answer(12, heads, ratio)).to(where)
+            got = block(x.to(where), c.to(where))
+            close(got, block_by_formula(block, x, c, heads), f"the output with {heads} heads", 3e-5)
+    with report.property(
+        "rope turns queries and keys, not values",
+        hint="apply the tables after the split into heads, before attention",
+    ):
+        angle = random(7, 2, seed=3).repeat_interleave(2, dim=1)
+        rope = angle.cos(), angle.sin()
+        block = fill(answer(12, 3)).to(where)
+        got = block(x.to(where), c.to(where), rope=tuple(r.to(where) for r in rope))
+        close(got, block_by_formula(block, x, c, 3, rope), "the output with rope", 3e-5)
+    with report.property(
+        "every parameter, x and c get a gradient", hint="nothing may leave the graph"
+    ):
+        block = fill(answer(12, 3)).to(where)
+        leaves = [x.to(where).requires_grad_(), c.to(where).requires_grad_()]
+        (block(*leaves) * random(2, 7, 12, seed=4).to(where)).sum().backward()
+        none = [n for n, p in block.named_parameters() if p.grad is None or not p.grad.any()]
+        expect(not none, f"no gradient reaches {none}")
+        expect(all(t.grad is not None for t in leaves), "no gradient reaches x or c")
+    with report.property(
+        "attention goes through F.scaled_dot_product_attention",
+        hint="then every device takes its own fused kernel, and chapter 44 can spread it",
+    ):
+        with _Attention() as watch:
+            fill(answer(12, 3)).to(where)(x.to(where), c.to(where))
+        expect(watch.calls == 1, f"it was called {watch.calls} times")
+    with report.property("ValueError where the heads do not divide", hint="when it is built"):
+        refuses(answer, 10, 3, what="3 heads in a width of 10")
+
+
+# ---- losses and sampling
+
+
+class _Asked(nn.Module):
+    """A model that remembers what it was asked and answers something of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked: list = []
+        self.weight = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x, t, labels):
+        self.asked.append((x.detach().cpu().clone(), t.detach().cpu().clone(), labels.cpu()))
+        shape = [-1] + [1] * (x.dim() - 1)
+        return self.weight * torch.sin(x) + 0.1 * t.float().view(shape) + 0.01 * labels.view(shape)
+
+
+def _case(shape, seed=0):
+    x, noise = random(*shape, seed=seed + 1), random(*shape, seed=seed + 2)
+    labels = (random(shape[0], seed=seed + 3) * 10).long().abs()
+    return x, noise, labels
+
+
+SHAPES = [(5, 3, 4, 2), (4, 6), (3, 2, 5, 4, 2)]
+
+
+def _loss(answer, x, labels, noise, t, *more):
+    model = _Asked().to(device())
+    inputs = [v.to(device()) for v in (x, noise)]
+    with unchanged("the loss", *inputs):
+        got = answer(
+            model, inputs[0], labels.to(device()), inputs[1], t.to(device()),
+            *[m.to(device()) for m in more],
+        )  # fmt: skip
+    return model, got
+
+
+def _judge_loss(model, got, x_t, target, t, labels, what: str) -> None:
+    same(len(model.asked), 1, f"the number of times the model was called ({what})")
+    asked, asked_t, asked_labels = model.asked[0]
+    close(asked, x_t, f"x_t ({what})")
+    close(asked_t.float(), t.float(), f"the t that the model was given ({what})")
+    close(asked_labels, labels, f"the labels that the model was given ({what})", 0.0)
+    shape = [-1] + [1] * (x_t.dim() - 1)
+    answer = 0.7 * torch.sin(x_t) + 0.1 * t.float().view(shape) + 0.01 * labels.view(shape)
+    same(tuple(got.shape), (), f"the shape of the loss ({what})")
+    close(got, F.mse_loss(answer, target), f"the loss ({what})")
+    got.backward()
+    expect(model.weight.grad is not None, "no gradient reaches the model")
+    want = (2 * (answer - target) * torch.sin(x_t)).mean()
+    close(model.weight.grad, want, f"the model's gradient ({what})")
+
+
+@check("flow_matching_loss")
+def flow_matching_loss(answer, report):
+    """Velocity of the straight path."""
+    with report.property(
+        "x_t = (1 - t) x + t noise, and the target is noise - x",
+        hint="t = 0 is data and t = 1 noise; other code runs the other way. One t a "
+        "sample, for any rank of x; t goes to the model as it is",
+    ):
+        for shape in SHAPES:
+            x, noise, labels = _case(shape)
+            t = torch.sigmoid(random(shape[0], seed=9))
+            at = t.view(-1, *[1] * (len(shape) - 1))
+            model, got = _loss(answer, x, labels, noise, t)
+            _judge_loss(model, got, (1 - at) * x + at * noise, noise - x, t, labels, f"{shape}")
+    with report.property(
+        "the model is called once, with t between 0 and 1",
+        hint="a factor of 1000 belongs into the model's embedding",
+    ):
+        x, noise, labels = _case((6, 3))
+        t = torch.linspace(0, 1, 6)
+        model, _ = _loss(answer, x, labels, noise, t)
+        close(model.asked[0][1].float(), t, "the t that the model was given")
+        same(len(model.asked), 1, "the number of calls")
+
+
+@check("ddpm_loss")
+def ddpm_loss(answer, report):
+    """The noise."""
+    alphas = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 50), 0)
+    with report.property(
+        "x_t = sqrt(a_t) x + sqrt(1 - a_t) noise, and the target is the noise",
+        hint="a_t is alphas_cumprod[t], one for each sample; roots of both factors",
+    ):
+        for shape in SHAPES:
+            x, noise, labels = _case(shape, 20)
+            t = torch.tensor([0, 49, 7, 23, 31])[: shape[0]]
+            a = alphas[t].view(-1, *[1] * (len(shape) - 1))
+            model, got = _loss(answer, x, labels, noise, t, alphas)
+            x_t = a.sqrt() * x + (1 - a).sqrt() * noise
+            _judge_loss(model, got, x_t, noise, t, labels, f"{shape}")
+    with report.property(
+        "the model gets the integer step", hint="do not divide t by the number of steps"
+    ):
+        x, noise, labels = _case((3, 4))
+        model, _ = _loss(answer, x, labels, noise, torch.tensor([1, 20, 49]), alphas)
+        same(model.asked[0][1].tolist(), [1, 20, 49], "the steps that the model was given")
+
+
+def _euler(noise, labels, steps, guidance, null):
+    x = noise.double()
+    shape = [-1] + [1] * (noise.dim() - 1)
+
+    def model(x, t, labels):
+        return 0.7 * torch.sin(x) + 0.1 * t + 0.01 * labels.view(shape)
+
+    for i in range(steps):
+        t = 1 - i / steps
+        v = model(x, t, labels)
+        if guidance != 1:
+            rest = model(x, t, torch.full_like(labels, null))
+            v = rest + guidance * (v - rest)
+        x = x - v / steps
+    return x.float()
+
+
+@check("euler_sample")
+def euler_sample(answer, report):
+    """From noise to data."""
+    _, noise, labels = _case((4, 3, 5), 40)
+    where = device()
+    with report.property(
+        "equal steps from t=1 to t=0 along minus the velocity",
+        hint="the model is asked at 1, 1 - 1/steps, …, 1/steps; x moves by -1/steps times v",
+    ):
+        for steps in (1, 4, 7):
+            model = _Asked().to(where)
+            given = noise.to(where)
+            with unchanged("euler_sample", given):
+                got = answer(model, given, labels.to(where), steps)
+            close(got, _euler(noise, labels, steps, 1.0, 0), f"the sample after {steps} steps")
+            same(len(model.asked), steps, "the number of model calls")
+            times = [float(t[0]) for _, t, _ in model.asked]
+            want = [1 - i / steps for i in range(steps)]
+            expect(
+                max(abs(a - b) for a, b in zip(times, want, strict=True)) < 1e-6,
+                f"the model was asked at {[round(t, 3) for t in times]}, expected {want}",
+            )
+    with report.property(
+        "t is one fp32 number a sample", hint="a tensor [B], not a Python float, not float64"
+    ):
+        model = _Asked().to(where)
+        answer(model, noise.to(where), labels.to(where), 2)
+        same(tuple(model.asked[0][1].shape), (4,), "the shape of t")
+        same(model.asked[0][1].dtype, torch.float32, "the dtype of t")
+    with report.property(
+        "guidance: uncond + g (cond - uncond), from one batched call a step",
+        hint="stack both halves along the batch; null_label 0 is a label like any other",
+    ):
+        for null in (10, 0):
+            model = _Asked().to(where)
+            got = answer(model, noise.to(where), labels.to(where), 5, 2.5, null)
+            close(got, _euler(noise, labels, 5, 2.5, null), f"the sample, null label {null}")
+            same(len(model.asked), 5, "the number of model calls for 5 guided steps")
+    with report.property(
+        "no gradient is recorded", hint="torch.no_grad: a graph over all steps fills the memory"
+    ):
+        got = answer(_Asked().to(where), noise.to(where), labels.to(where), 3)
+        expect(not got.requires_grad, "the sample requires grad")
+    with report.property(
+        "ValueError for guidance without a null label", hint="only guidance 1 needs none"
+    ):
+        model = _Asked().to(where)
+        refuses(
+            answer, model, noise.to(where), labels.to(where), 3, 2.0, what="guidance 2, no label"
+        )
