@@ -287,7 +287,8 @@ sb.predict("state", state_elements, sb.run(state_after_a_step, world_size=WORLD)
 # </details>
 # <details><summary>Hint 4: before_backward</summary>
 #
-# Gather and expose, unless the parameters are there. If the shard's gradient is not asked for,
+# Gather and expose, unless the parameters are there; as leaves that require a gradient and under
+# `torch.enable_grad()`, since a checkpoint inside the module recomputes on them. If the shard's gradient is not asked for,
 # `Unshard.backward` never runs: `torch.autograd.Variable._execution_engine.queue_callback(f)` calls
 # f when backward is over.
 # </details>
