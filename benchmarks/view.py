@@ -4,7 +4,7 @@
 
 Mounting is from putting the html into a page until the lanes are drawn, in headless Chromium; the
 best and the median of the repeats. Beside it, in the same run, VizTracer's report of the same
-events: the bytes of its html (its viewer is loaded from the network or a server on top of that).
+events: the bytes of its html (which embeds the events as json beside catapult's viewer).
 """
 
 import argparse
@@ -26,9 +26,9 @@ def viztracer_bytes(chrome: dict) -> int:
     """Size of VizTracer's html report, which holds the events as json and catapult's viewer."""
     from viztracer.report_builder import ReportBuilder
 
-    data = {**chrome, "viztracer_metadata": {"version": "1"}, "file_info": {"files": {}, "functions": {}}}
+    data = {"viztracer_metadata": {"version": "1"}, "file_info": {"files": {}, "functions": {}}}
     out = io.StringIO()
-    ReportBuilder(data, verbose=0).generate_report(out, "html")
+    ReportBuilder(data | chrome, verbose=0).generate_report(out, "html")
     return len(out.getvalue().encode())
 
 

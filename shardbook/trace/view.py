@@ -15,8 +15,8 @@ from . import picture
 from .layout import AXIS, COUNTER, GAP, HEADER, NAMES, ROW, Layout, content_height, describe, layout
 
 MOST = 5000  # slices drawn one by one; a notebook should stay small and quick
-BARS = 70  # tool bar and bottom bar
-LOWEST, HIGHEST = 200, 820
+BARS = 94  # tool bar, legend, bottom bar
+LOWEST, HIGHEST = 200, 844
 
 PAGE = """<!doctype html><meta charset="utf-8"><title>trace</title><body><script>
 const bytes = text => new Blob([Uint8Array.from(atob(text), c => c.charCodeAt(0))]);
