@@ -388,3 +388,15 @@ def test_the_extension_needs_no_torch_and_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(app.log, "warning", said.append)
     extension._load_jupyter_server_extension(app)
     assert "viztracer" in said[0]
+
+
+def test_a_shown_foreign_trace_keeps_its_async_slices():
+    import shardbook as sb
+
+    def at(ph, ts, id):
+        return {"ph": ph, "pid": 1, "tid": 0, "cat": "comm", "id": id, "ts": ts, "name": f"n{id}"}
+
+    shown = sb.show({"traceEvents": [at("b", 0, 1), at("b", 1, 2), at("e", 5, 1), at("e", 9, 2)]})
+    made = layout(shown.chrome())
+    assert [(s.name, s.dur) for s in made.tracks[0].slices] == [("n1", 5000), ("n2", 8000)]
+    assert payload(shown._repr_mimebundle_()["text/html"])["total"] == 2

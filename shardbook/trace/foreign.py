@@ -122,7 +122,7 @@ def normalise(trace: dict | list) -> dict:
             next_tid += max(lanes, default=0) + 1
         meta += names_of(numbers[pid], named.get(("process_name", pid, None), str(pid)), threads)
     flows = _flows(out, [_moved(e, numbers, moved) for e in others if e["ph"] in "sf"])
-    out += flows + [_moved(e, numbers, moved) for e in others if e["ph"] in "Ci" and "name" in e]
+    out += flows + [_moved(e, numbers, moved) for e in others if e["ph"] in "Cibne" and "name" in e]
     out.sort(key=lambda e: (e["ts"], -e.get("dur", 0)))
     for e in out:
         e["ts"] = us(e["ts"] - zero)
