@@ -1,4 +1,7 @@
-"""For every test and notebook: outputs that do not depend on the devices, operators noted."""
+"""For every test and notebook: outputs that do not depend on the devices, operators noted.
+
+With ``pytest -n 2`` the cells of a notebook stay together, in order, in one kernel.
+"""
 
 import os
 from pathlib import Path
@@ -19,3 +22,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         name = f"{item.path.parent.name}-{item.path.stem}.ops"
         os.environ["SHARDBOOK_STANDIN_OPS"] = str(Path(folder).absolute() / name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """xdist deals out test by test unless told otherwise; a notebook's cells belong together."""
+    notebooks = config.getoption("nbval", False) or config.getoption("nbval_lax", False)
+    if notebooks and config.getoption("dist", "no") == "load":
+        config.option.dist = "loadfile"

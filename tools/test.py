@@ -26,11 +26,11 @@ PARTS = {
         [*PYTEST, *TWO, "-m", "not npu and not browser and not alone", "--durations", "15"],
         [*PYTEST, "-m", "alone and not npu and not browser", "--durations", "5"],
     ],
-    "notebooks": [[*PYTEST, *TWO, "--dist", "loadfile", *NBVAL, "notebooks", "solutions"]],
+    "notebooks": [[*PYTEST, *TWO, *NBVAL, "notebooks", "solutions"]],
     "browser": [[*PYTEST, "-m", "browser", "tests/browser"]],
     "npu": [
         [*PYTEST, "-m", "npu", "tests"],
-        [*PYTEST, *TWO, "--dist", "loadfile", *NBVAL, "notebooks", "solutions"],
+        [*PYTEST, *TWO, *NBVAL, "notebooks", "solutions"],
     ],
     "fast": [[*PYTEST, *TWO, "-m", "not npu and not browser and not alone and not slow"]],
 }
