@@ -557,7 +557,7 @@ def two_hosts(path):
         finished = [agent.communicate(timeout=150) for agent in agents]
     finally:
         for agent in agents:
-            agent.kill()  # no effect on one that has ended
+            agent.terminate()  # it ends its ranks; no effect on one that has ended
     if any(agent.returncode for agent in agents):
         raise RuntimeError("an agent failed:\n" + "\n".join(err[-1500:] for _, err in finished))
     return sorted(line for out, _ in finished for line in out.splitlines())
