@@ -22,11 +22,12 @@ def _linear(fan_in: int, fan_out: int, bias: bool = True, seed: int = 0) -> nn.L
 
 def _step(layer, x: Tensor, grad: Tensor, rate: float = 0.02) -> dict:
     """Forward, backward, one SGD step, forward again: shows the gradient of every parameter."""
-    x = x.detach().clone().to(device()).requires_grad_(x.is_floating_point())
+    where = next(layer.parameters()).device  # the oracle computes on the CPU
+    x = x.detach().clone().to(where).requires_grad_(x.is_floating_point())
     with record() as forward:
         y = layer(x)
     with record() as backward:
-        y.backward(grad.to(device()))
+        y.backward(grad.to(where))
     with torch.no_grad():
         for p in layer.parameters():
             if p.grad is not None:
