@@ -159,6 +159,8 @@ def _npu(facts: Facts) -> list[Finding]:
                 problem=True,
             )
         ]
+    if any(f.problem for f in _visible(facts)):
+        return [Finding("torch_npu is loaded and sees no NPU, for the reason below")]
     if facts.chips:
         return [
             Finding(

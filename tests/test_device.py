@@ -190,6 +190,11 @@ CASES = {
         "ASCEND_RT_VISIBLE_DEVICES=0,3,1,1 does not ascend",
         "export ASCEND_RT_VISIBLE_DEVICES=0,1,3",
     ),
+    "order that hides all": (
+        Facts(torch_npu="2.13.0", npu_reason="", chips=2, visible="1,0"),
+        "ASCEND_RT_VISIBLE_DEVICES=1,0 does not ascend",
+        "export ASCEND_RT_VISIBLE_DEVICES=0,1",
+    ),
     "not numbers": (
         Facts(torch_npu="2.13.0", npu_reason="", npus=1, visible="npu:0", ranks=1),
         "ASCEND_RT_VISIBLE_DEVICES=npu:0 is not a list of numbers",

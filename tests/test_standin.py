@@ -325,3 +325,10 @@ def test_operators_are_counted():
     (on_npu(2, 2) @ on_npu(2, 2)).add_(1)
     counts = standin.op_counts()
     assert counts["aten::mm"] == 1 and counts["aten::add_.Tensor"] == 1
+
+
+def test_pinned_memory_is_told_from_other_memory():
+    x = torch.arange(8.0)
+    assert x.pin_memory().is_pinned() and x.pin_memory()[3:].is_pinned()
+    assert not x.is_pinned() and not x.to(NPU).is_pinned()
+    close(x.pin_memory().to(NPU), x)

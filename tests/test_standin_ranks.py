@@ -150,6 +150,52 @@ def test_point_to_point_objects_and_groups():
     values(point_to_point, world_size=3)
 
 
+def futures():
+    import time
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 1:
+        time.sleep(0.3)
+    start = time.monotonic()
+    x = full(rank)
+    work = dist.all_reduce(x, op=dist.ReduceOp.AVG, async_op=True)
+    doubled = work.get_future().then(lambda f: f.value()[0] * 2)
+    waited = time.monotonic() - start
+    work.wait()
+    doubled.wait()
+    assert doubled.value().tolist() == [sum(range(size)) / size * 2] * 3
+    return waited
+
+
+def test_a_future_does_not_wait():
+    # rank 1 comes 0.3 s later: rank 0 must have had its future long before
+    assert values(futures)[0] < 0.2
+
+
+def unused_parameters():
+    device, rank = sb.device(), dist.get_rank()
+    torch.manual_seed(0)
+    branches = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]).to(device)
+
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.branches = branches
+
+        def forward(self, x):
+            return self.branches[rank % 2](x)
+
+    model = nn.parallel.DistributedDataParallel(Either(), find_unused_parameters=True)
+    x = torch.ones(4, 3, device=device)
+    model(x).sum().backward()
+    # each branch was used by one of two ranks: half of the 4 rows' gradient
+    assert [b.weight.grad.tolist() for b in branches] == [[[2.0] * 3] * 2] * 2
+
+
+def test_ddp_with_unused_parameters():
+    values(unused_parameters)
+
+
 def refusals():
     from torch.distributed import ReduceOp
 

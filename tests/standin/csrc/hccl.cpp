@@ -32,36 +32,58 @@ std::vector<Tensors> host(const std::vector<Tensors>& lists) {
   return hosts;
 }
 
-// Gloo's work, with npu tensors as its result and what is left to do when it has completed.
-struct HcclWork final : Work {
-  std::vector<WorkPtr> parts;
-  Tensors outputs;
+// What is left to do when gloo is done; it happens once, in whatever thread notices first.
+struct Finish {
   After after;
   std::once_flag once;
 
+  explicit Finish(After after) : after(std::move(after)) {}
+  void operator()() {
+    if (after) std::call_once(once, after);
+  }
+};
+
+// Gloo's works as one, with npu tensors as its result.
+struct HcclWork final : Work {
+  std::vector<WorkPtr> parts;
+  Tensors outputs;
+  std::shared_ptr<Finish> finish;
+
   HcclWork(std::vector<WorkPtr> parts, Tensors outputs, After after)
-      : parts(std::move(parts)), outputs(std::move(outputs)), after(std::move(after)) {}
+      : parts(std::move(parts)),
+        outputs(std::move(outputs)),
+        finish(std::make_shared<Finish>(std::move(after))) {}
 
   bool isCompleted() override {
-    return std::all_of(parts.begin(), parts.end(), [](auto& w) { return w->isCompleted(); });
+    bool all = std::all_of(parts.begin(), parts.end(), [](auto& w) { return w->isCompleted(); });
+    if (all && isSuccess()) (*finish)();
+    return all;
   }
   bool isSuccess() const override {
     return std::all_of(parts.begin(), parts.end(), [](auto& w) { return w->isSuccess(); });
   }
   bool wait(std::chrono::milliseconds timeout) override {
     for (auto& w : parts) w->wait(timeout);
-    if (after) std::call_once(once, after);
+    (*finish)();
     return true;
   }
   Tensors result() override { return outputs; }
   int sourceRank() const override { return parts.at(0)->sourceRank(); }
+
+  // Completes with gloo's futures, in gloo's thread: DDP chains its division on it.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    wait(kNoTimeout);  // so the future that DDP chains on is complete from the start
     std::vector<c10::Device> devices;
     if (!outputs.empty()) devices.push_back(outputs[0].device());
     auto type = c10::ListType::create(c10::TensorType::get());
     auto future = c10::make_intrusive<c10::ivalue::Future>(type, devices);
-    future->markCompleted(c10::IValue(outputs));
+    auto waiting = std::make_shared<std::atomic<size_t>>(parts.size());
+    for (auto& w : parts)
+      w->getFuture()->addCallback([future, waiting, outputs = outputs, finish = finish](auto& part) {
+        if (part.hasError()) return future->setErrorIfNeeded(part.exception_ptr());
+        if (--*waiting) return;
+        (*finish)();
+        future->markCompleted(c10::IValue(outputs));
+      });
     return future;
   }
 };

@@ -22,7 +22,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex i) const override {
     return at::make_generator<Generator>(i < 0 ? current : i);
   }
-  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
+  bool isPinnedPtr(const void* data) const override { return PinnedAllocator::holds(data); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     c10::DeviceGuard guard(storage.device());
     auto fresh = allocator.allocate(nbytes);

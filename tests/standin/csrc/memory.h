@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 #include "device.h"
 
@@ -74,6 +76,37 @@ struct Allocator final : c10::DeviceAllocator {
   }
 };
 inline Allocator allocator;
+
+// Pinned memory is host memory whose addresses are remembered.
+struct PinnedAllocator final : c10::Allocator {
+  static inline std::mutex lock;
+  static inline std::map<const char*, size_t> blocks;  // start -> bytes
+
+  static void free(void* host) {
+    auto* data = static_cast<c10::DataPtr*>(host);
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      blocks.erase(static_cast<const char*>(data->get()));
+    }
+    delete data;
+  }
+  c10::DataPtr allocate(size_t nbytes) override {
+    auto* host = new c10::DataPtr(c10::GetCPUAllocator()->allocate(nbytes));
+    std::lock_guard<std::mutex> guard(lock);
+    blocks[static_cast<const char*>(host->get())] = nbytes;
+    return {host->get(), host, &free, c10::kCPU};
+  }
+  void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
+  static bool holds(const void* address) {
+    auto* p = static_cast<const char*>(address);
+    std::lock_guard<std::mutex> guard(lock);
+    auto after = blocks.upper_bound(p);
+    if (after == blocks.begin()) return false;
+    auto& [start, nbytes] = *std::prev(after);
+    return p < start + nbytes;
+  }
+};
+inline PinnedAllocator pinned;
 
 // The same bytes under the name "cpu". It keeps the npu storage alive.
 inline c10::Storage host_view(const c10::Storage& npu) {

@@ -1,0 +1,179 @@
+# %% [markdown]
+# # 02 · Running on Ascend
+#
+# After this page you can install what an Ascend NPU needs beside this book, read what `doctor` says
+# when something is missing, and start a lab on one card, on eight, and on two hosts. Reading takes
+# ten minutes. Nothing here needs an NPU to be read or run: every cell uses the device that is there.
+
+# %%
+import shardbook as sb
+import torch
+import torch.distributed as dist
+from shardbook.doctor import Facts, examine
+
+# %% [markdown]
+# ## Install
+#
+# Four layers, each needed by the next:
+#
+# 1. **The driver and firmware**, on the host. `npu-smi info` lists the chips when it is right. A
+#    container needs the devices and the driver's libraries from the host: `--device /dev/davinci0`
+#    (one for each chip), `--device /dev/davinci_manager --device /dev/devmm_svm
+#    --device /dev/hisi_hdc`, `-v /usr/local/Ascend/driver:/usr/local/Ascend/driver`.
+# 2. **CANN**: the toolkit and the kernels of your chip, from hiascend.com. Then, in every shell and
+#    before Jupyter starts, `source /usr/local/Ascend/ascend-toolkit/set_env.sh`.
+# 3. **torch**, the same release as torch_npu, in its CPU build.
+# 4. **torch_npu**: `pip install -e ".[npu]"` in this folder, or `pip install torch_npu==2.13.0`.
+#
+# The order matters. torch imports an installed torch_npu by itself, and without CANN that breaks
+# `import torch` (`libhccl.so: cannot open shared object file`). shardbook turns that off and imports
+# torch_npu itself, so with a half-finished installation the book still works, on the CPU. In your
+# own programs, `TORCH_DEVICE_BACKEND_AUTOLOAD=0` does the same.
+#
+# ## Ask the doctor
+#
+# `python -m shardbook doctor` in a terminal says what was found and the next step. Here is what it
+# says of your machine:
+
+# %% tags=["nbval-ignore-output"]
+from shardbook import doctor
+
+exit_code = doctor.main([])
+
+# %% [markdown]
+# Its findings are a function of facts, so we can ask about machines that we do not have. A wheel
+# without CANN, a variable that silently hides devices, and a run with more ranks than cards:
+
+# %%
+no_cann = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
+machines = {
+    "the wheel without CANN": Facts(torch_npu="2.13.0", npu_reason=no_cann),
+    "devices out of order": Facts(torch_npu="2.13.0", npu_reason="", visible="1,0", chips=2),
+    "four ranks, two cards": Facts(torch_npu="2.13.0", npu_reason="", npus=2, chips=2),
+}
+for name, facts in machines.items():
+    print(f"{name}:")
+    for finding in examine(facts):
+        print(f"  {finding.text}")
+        if finding.next:
+            print(f"    next: {finding.next}")
+
+# %% [markdown]
+# The second deserves its place: CANN takes `ASCEND_RT_VISIBLE_DEVICES` only in strictly ascending
+# order, and with `1,0` `torch.npu.is_available()` is False without a word
+# ([Trinity-RFT#618](https://github.com/agentscope-ai/Trinity-RFT/pull/618)). With `4,5,6,7` the
+# first card is `npu:0`, not `npu:4`
+# ([verl#7507](https://github.com/verl-project/verl/pull/7507)).
+#
+# ## One card
+#
+# `sb.device()` is `npu:0` on an NPU, `cuda:0` on a GPU, `cpu` else. Code that asks it runs
+# everywhere; code that names a device runs in one place. `SHARDBOOK_DEVICE=cpu` (or `npu`, `cuda`)
+# overrides the choice for one session.
+
+# %%
+x = torch.arange(6.0).view(2, 3).to(sb.device())
+product = x @ x.T
+print(product.tolist())
+print("computed where sb.device() says:", product.device == sb.device())
+
+# %% [markdown]
+# ## Four cards, or eight
+#
+# `sb.run` gives rank *r* the device *r* and opens a process group with the backend of the device:
+# `hccl` on NPUs, `nccl` on GPUs, `gloo` on the CPU. On an Atlas 800 with eight NPUs,
+# `world_size=8` uses all of them. With fewer devices than ranks, all ranks use the CPU, and a
+# warning says so; two ranks never share a card.
+
+
+# %%
+def whoami(rows):
+    rank = dist.get_rank()
+    x = torch.full((rows,), float(rank), device=sb.device())
+    dist.all_reduce(x)
+    at_home = x.device == sb.device() and dist.get_backend() == sb.backend()
+    return {"rank": rank, "sum": x.tolist(), "at home": at_home}
+
+
+for value in sb.run(whoami, 2, world_size=4).values:
+    print(value)
+
+# %% [markdown]
+# Outside a notebook the same function is a program. Put it in a file that ends with
+# `sb.run(whoami, 2, world_size=8)` and start it with torchrun, which sets `RANK` and `WORLD_SIZE`;
+# `sb.run` sees them and runs the function in place:
+#
+# ```
+# torchrun --nproc-per-node 8 whoami.py
+# ```
+#
+# ## Two hosts
+#
+# On both hosts, with the address of the first and their own number:
+#
+# ```
+# source /usr/local/Ascend/ascend-toolkit/set_env.sh
+# export HCCL_SOCKET_IFNAME=eth0            # the card of the network both hosts are on
+# torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 \
+#          --master-addr 10.0.0.1 --master-port 29500 whoami.py
+# ```
+#
+# `--master-addr` becomes `MASTER_ADDR` in every rank. What goes wrong is nearly always one of:
+#
+# | variable | what it is | default |
+# |---|---|---|
+# | `MASTER_ADDR`, `MASTER_PORT` | where torch's store listens, on the first host | set by torchrun |
+# | `HCCL_SOCKET_IFNAME`, `HCCL_IF_IP` | the host's network card for setting up HCCL | the first that fits |
+# | `HCCL_IF_BASE_PORT` | first of the 32 host ports HCCL listens on; keep them free with `sysctl -w net.ipv4.ip_local_reserved_ports=60000-60031` | 60000 |
+# | `HCCL_CONNECT_TIMEOUT` | how long ranks wait for each other when a group is made, 120 to 7200 s | 120 |
+# | `HCCL_EXEC_TIMEOUT` | how long a rank waits inside a collective; 0 is for ever on A2 and A3 | 1836 |
+#
+# (HCCL's environment variables in the
+# [CANN 9.0 reference](https://www.hiascend.com/document/detail/zh/canncommercial/900/maintenref/envvar/envref_07_0078.html);
+# other versions differ.) A group that "times out" after two minutes usually waited for a rank that
+# was still loading its weights: raise `HCCL_CONNECT_TIMEOUT`
+# ([vllm-ascend#405](https://github.com/vllm-project/vllm-ascend/issues/405)). A rank that never
+# entered a collective shows itself after half an hour: in this book, `sb.run(..., timeout=60)`
+# names it after a minute.
+#
+# ## What differs from CUDA
+#
+# | on CUDA | on an NPU |
+# |---|---|
+# | `.cuda()`, `device="cuda"` | `.to(sb.device())` |
+# | `init_process_group("nccl")` | `init_process_group(sb.backend())` |
+# | `torch.cuda.Event`, `.synchronize`, `.memory_allocated` | `torch.Event`, `torch.accelerator.…` |
+# | float64 anywhere | float64 on the host; cast before it moves ([diffusers#10428](https://github.com/huggingface/diffusers/issues/10428)) |
+# | complex rotary embeddings | the same rotation in real numbers, as our models do |
+# | flash_attn | `scaled_dot_product_attention`, or `torch_npu.npu_fusion_attention` |
+# | reductions of any dtype, bitwise too | int8 to int64, fp16, bf16, fp32; no BAND, BOR, BXOR |
+# | `recv()` from any source | name the source |
+# | an operator that is missing raises | it runs on the CPU, with a warning, slowly ([Ascend/pytorch#40](https://github.com/Ascend/pytorch/issues/40)) |
+# | a device generator's numbers | other numbers for the same seed: draw on the CPU, then move |
+# | `CUDA_VISIBLE_DEVICES`, any order | `ASCEND_RT_VISIBLE_DEVICES`, ascending |
+#
+# `python -m shardbook port your_project/` looks for these in your code.
+#
+# ## The trace on an NPU
+#
+# `with sb.trace(model)` records module and collective calls on any device, with the device's time
+# where it has events. Kernels come from torch_npu's own profiler; `sb.show` reads what it wrote:
+#
+# ```
+# import torch_npu
+# with torch_npu.profiler.profile() as prof:
+#     model(x)
+# prof.export_chrome_trace("kernels.json")
+# sb.show("kernels.json")
+# ```
+#
+# ## What our tests show, and what they can't
+#
+# No machine that tests this book has an NPU. `make test-npu` runs the library and every solution on
+# a **stand-in**: a device that PyTorch believes to be `npu`, whose tensors lie in host memory, with
+# a process group called `hccl` that is gloo underneath. It refuses what the table above lists, so
+# it proves that no lab names CUDA, mixes devices, needs float64 or complex numbers on the device,
+# or talks to the wrong backend. It also counts operators: those without a kernel in torch_npu
+# 2.13.0 fail the tests unless they are listed with a reason. It can't show speed, NPU numerics,
+# per-operator dtype limits, races between streams, or an HCCL hang. If a lab fails on your NPU,
+# that is a fault of the book: please report it with what `doctor` prints.
