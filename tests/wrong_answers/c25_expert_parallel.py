@@ -1,0 +1,356 @@
+"""Answers to chapter 25: mistakes engineers make with experts over ranks, and right ones."""
+
+import types
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from shardbook.parallel import expert
+from shardbook.parallel.expert import _AllToAllRows
+from tests.wrong_answers import right, wrong
+
+for name in ("route_top_k", "load_balancing_loss", "apply_capacity", "dispatch", "combine"):
+    right(name)(getattr(expert, name))
+right("ExpertParallelMoE")(expert.ExpertParallelMoE)
+
+
+# route_top_k
+
+
+@right("route_top_k")
+def by_sorting(logits, k, normalise=True):
+    p, order = logits.softmax(-1).sort(dim=-1, descending=True)
+    p = p[:, :k]
+    return (p / p.sum(-1, keepdim=True) if normalise else p), order[:, :k]
+
+
+@wrong("route_top_k", says="weights")
+def softmax_of_the_chosen(logits, k, normalise=True):
+    top, experts = logits.topk(k, dim=-1)
+    return top.softmax(-1), experts
+
+
+@wrong("route_top_k", says="weights")
+def never_normalised(logits, k, normalise=True):
+    return logits.softmax(-1).topk(k, dim=-1)
+
+
+@wrong("route_top_k", says="experts")
+def smallest_first(logits, k, normalise=True):
+    w, e = by_sorting(logits, k, normalise)
+    return w.flip(-1), e.flip(-1)
+
+
+@wrong("route_top_k", says="weights|off by")
+def sigmoid_instead(logits, k, normalise=True):
+    w, e = logits.sigmoid().topk(k, dim=-1)
+    return (w / w.sum(-1, keepdim=True) if normalise else w), e
+
+
+@wrong("route_top_k", says="gradient|grad")
+def without_graph(logits, k, normalise=True):
+    return by_sorting(logits.detach(), k, normalise)
+
+
+@wrong("route_top_k", says="experts|weights")
+def softmax_over_tokens(logits, k, normalise=True):
+    w, e = logits.softmax(0).topk(k, dim=-1)
+    return (w / w.sum(-1, keepdim=True) if normalise else w), e
+
+
+# load_balancing_loss
+
+
+@right("load_balancing_loss")
+def from_one_hots(logits, experts):
+    n = logits.shape[-1]
+    share = F.one_hot(experts, n).float().mean(dim=(0, 1))
+    return n * torch.dot(share, logits.softmax(-1).mean(0))
+
+
+@wrong("load_balancing_loss", says="k=2|off by")
+def sums_to_k(logits, experts):
+    return from_one_hots(logits, experts) * experts.shape[1]
+
+
+@wrong("load_balancing_loss", says="off by")
+def forgets_the_factor(logits, experts):
+    return from_one_hots(logits, experts) / logits.shape[-1]
+
+
+@wrong("load_balancing_loss", says="off by")
+def squares_of_the_shares(logits, experts):
+    n = logits.shape[-1]
+    share = F.one_hot(experts, n).float().mean(dim=(0, 1))
+    return n * (share * share).sum() + 0 * logits.sum()
+
+
+@wrong("load_balancing_loss", says="gradient|grad|raised")
+def a_number_without_graph(logits, experts):
+    return from_one_hots(logits, experts).detach()
+
+
+@wrong("load_balancing_loss", says="off by")
+def first_choice_only(logits, experts):
+    n = logits.shape[-1]
+    share = F.one_hot(experts[:, 0], n).float().mean(0)
+    return n * torch.dot(share, logits.softmax(-1).mean(0))
+
+
+@wrong("load_balancing_loss", says="off by")
+def sums_over_tokens(logits, experts):
+    return from_one_hots(logits, experts) * len(logits)
+
+
+# apply_capacity
+
+
+@right("apply_capacity")
+def one_by_one(experts, num_experts, capacity):
+    keep = torch.zeros_like(experts, dtype=torch.bool)
+    room = [capacity] * num_experts
+    for j in range(experts.shape[1]):
+        for t, e in enumerate(experts[:, j].tolist()):
+            if e >= 0 and room[e]:
+                room[e] -= 1
+                keep[t, j] = True
+    return keep
+
+
+@wrong("apply_capacity", says="differs|keep")
+def token_by_token(experts, num_experts, capacity):
+    flat = experts.flatten()[:, None]
+    return one_by_one(flat, num_experts, capacity).view_as(experts)
+
+
+@wrong("apply_capacity", says="differs|keep")
+def last_come_first_kept(experts, num_experts, capacity):
+    return one_by_one(experts.flip(0), num_experts, capacity).flip(0)
+
+
+@wrong("apply_capacity", says="differs|keep")
+def one_too_many(experts, num_experts, capacity):
+    return one_by_one(experts, num_experts, capacity + 1)
+
+
+@wrong("apply_capacity", says="differs|keep")
+def keeps_everything(experts, num_experts, capacity):
+    return torch.ones_like(experts, dtype=torch.bool)
+
+
+@wrong("apply_capacity", says="dtype")
+def as_numbers(experts, num_experts, capacity):
+    return one_by_one(experts, num_experts, capacity).long()
+
+
+@wrong("apply_capacity", says="differs|keep")
+def capacity_of_each_choice(experts, num_experts, capacity):
+    columns = [one_by_one(c[:, None], num_experts, capacity) for c in experts.unbind(1)]
+    return torch.cat(columns, dim=1)
+
+
+# dispatch and combine: each wrong one changes a step of the right way
+
+
+def _sizes(experts, num_experts, group):
+    world = dist.get_world_size(group)
+    if num_experts % world:
+        raise ValueError(f"{num_experts} experts do not divide by {world} ranks")
+    flat = experts.flatten()
+    choices = flat.argsort(stable=True)[int((flat < 0).sum()) :]
+    sent = torch.bincount(flat[choices], minlength=num_experts)
+    incoming = torch.empty_like(sent)
+    dist.all_to_all_single(incoming, sent, group=group)
+    return world, flat, choices, sent.view(world, -1), incoming.view(world, -1)
+
+
+def _dispatch(name, sort=True, drop=True, gradient=True, counts="local", offset=0, all_rows=False):
+    def answer(tokens, experts, num_experts, group=None):
+        k = experts.shape[1]
+        if not drop:
+            experts = experts.clamp(min=0)
+        if offset:
+            experts = torch.where(experts >= 0, (experts + offset) % num_experts, experts)
+        _, _, choices, sent, incoming = _sizes(experts, num_experts, group)
+        send, receive = sent.sum(1).tolist(), incoming.sum(1).tolist()
+        rows = tokens[choices // k]
+        if all_rows:
+            noise = torch.zeros_like(tokens)
+            dist.all_reduce(noise, group=group)
+        arrived = _AllToAllRows.apply(rows if gradient else rows.detach(), send, receive, group)
+        local = torch.arange(incoming.shape[1], device=tokens.device).repeat(len(incoming))
+        order = local.repeat_interleave(incoming.flatten()).argsort(stable=True)
+        if not sort:
+            order = torch.arange(len(order), device=order.device)
+        got = arrived[order]
+        per_expert = incoming.sum(0).tolist()
+        if counts == "global":
+            per_expert = receive
+        if not gradient:
+            got = got.requires_grad_()
+        state = types.SimpleNamespace(
+            counts=per_expert, choices=choices, shape=experts.shape, send=send, receive=receive,
+            arrival=order,
+        )  # fmt: skip
+        return got, state
+
+    answer.__name__ = name
+    return answer
+
+
+right("dispatch")(_dispatch("step_by_step"))
+wrong("dispatch", says="rows of local expert|off by")(_dispatch("ordered_by_source", sort=False))
+wrong("dispatch", says="counts|shape")(_dispatch("sends_dropped_rows", drop=False))
+wrong("dispatch", says="gradient")(_dispatch("gradient_stays_behind", gradient=False))
+wrong("dispatch", says="counts")(_dispatch("counts_by_source", counts="global"))
+wrong("dispatch", says="counts|rows|shape")(_dispatch("off_by_one_expert", offset=1))
+wrong("dispatch", says="moved rows|bytes")(_dispatch("also_reduces_all_tokens", all_rows=True))
+
+
+@wrong("dispatch", says="accepted|expected ValueError|raised|counts")
+def rounds_experts_down(tokens, experts, num_experts, group=None):
+    world = dist.get_world_size(group)
+    if num_experts % world:
+        return tokens, types.SimpleNamespace(counts=[len(tokens)])
+    return expert.dispatch(tokens, experts, num_experts, group)
+
+
+@wrong("dispatch", says="counts|shape|bytes|raised")
+def everything_stays_home(tokens, experts, num_experts, group=None):
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if num_experts % world:
+        raise ValueError("experts do not divide by the ranks")
+    mine = num_experts // world
+    found = [(experts == rank * mine + e).any(1).nonzero()[:, 0] for e in range(mine)]
+    rows = torch.cat(found)
+    return tokens[rows], types.SimpleNamespace(counts=[len(f) for f in found])
+
+
+def _combine(name, weigh=True, undo=True, add=True, gradient=True, mean=False, extra=False):
+    def answer(outputs, weights, state, group=None):
+        back = torch.empty_like(state.arrival)
+        back[state.arrival] = torch.arange(len(back), device=back.device)
+        rows = outputs[back] if undo else outputs
+        if not gradient:
+            rows = rows.detach()
+        home = _AllToAllRows.apply(rows, state.receive, state.send, group)
+        if extra:
+            _AllToAllRows.apply(rows.detach(), state.receive, state.send, group)
+        tokens, k = state.shape
+        if weigh:
+            home = home * weights.flatten()[state.choices][:, None]
+        out = home.new_zeros(tokens, home.shape[1])
+        at = state.choices // k
+        out = out.index_add(0, at, home) if add else out.index_copy(0, at, home)
+        return out / k if mean else out
+
+    answer.__name__ = name
+    return answer
+
+
+right("combine")(_combine("back_the_same_way"))
+wrong("combine", says="y on|off by")(_combine("forgets_the_weights", weigh=False))
+wrong("combine", says="y on|off by")(_combine("in_order_of_arrival", undo=False))
+wrong("combine", says="y on|off by")(_combine("last_choice_wins", add=False))
+wrong("combine", says="gradient")(_combine("no_gradient_home", gradient=False))
+wrong("combine", says="y on|off by")(_combine("mean_of_the_choices", mean=True))
+wrong("combine", says="bytes")(_combine("sends_twice", extra=True))
+
+
+# ExpertParallelMoE
+
+
+@right("ExpertParallelMoE")
+class WithFunctionalExperts(nn.Module):
+    """The same layer from parts, with the router applied last."""
+
+    def __init__(self, router, experts, k, group=None):
+        super().__init__()
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        if len(experts) % world:
+            raise ValueError(f"{len(experts)} experts can't be shared evenly by {world} ranks")
+        per = len(experts) // world
+        self.total, self.k, self.group = len(experts), k, group
+        self.mine = nn.ModuleList(experts[rank * per :][:per])
+        self.router = router
+
+    def forward(self, x):
+        flat = x.flatten(0, -2)
+        p = self.router(flat).softmax(-1)
+        w, e = p.topk(self.k, -1)
+        rows, state = expert.dispatch(flat, e, self.total, self.group)
+        done, at = [], 0
+        for module, n in zip(self.mine, state.counts, strict=True):
+            done.append(module(rows[at : at + n]))
+            at += n
+        w = w / w.sum(-1, keepdim=True)
+        return expert.combine(torch.cat(done), w, state, self.group).unflatten(0, x.shape[:-1])
+
+
+class _Base(expert.ExpertParallelMoE):
+    pass
+
+
+@wrong("ExpertParallelMoE", says="parameters|number")
+class KeepsAllExperts(_Base):
+    def __init__(self, router, experts, k, group=None):
+        super().__init__(router, experts, k, group)
+        self.all_experts = nn.ModuleList(experts)
+
+
+@wrong("ExpertParallelMoE", says="y on|off by")
+class TheNextRanksExperts(_Base):
+    def __init__(self, router, experts, k, group=None):
+        super().__init__(router, experts, k, group)
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        mine, owner = len(experts) // world, (rank + 1) % world
+        if world > 1:
+            self.experts = nn.ModuleList(experts[owner * mine : (owner + 1) * mine])
+
+
+@wrong("ExpertParallelMoE", says="gradient")
+class ScalesExpertGradients(_Base):
+    def forward(self, x):
+        y = super().forward(x)
+        world = dist.get_world_size(self.group)
+        for p in self.experts.parameters():
+            if p.grad is None and world > 1:
+                p.register_hook(lambda g, w=world: g / w)
+        return y
+
+
+@wrong("ExpertParallelMoE", says="router|gradient")
+class RouterWithoutGradient(_Base):
+    def forward(self, x):
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = expert.route_top_k(self.router(tokens), self.k)
+        received, state = expert.dispatch(tokens, chosen, self.num_experts, self.group)
+        parts = received.split(state.counts)
+        out = torch.cat([e(p) for e, p in zip(self.experts, parts, strict=True)])
+        return expert.combine(out, weights.detach(), state, self.group).view_as(x)
+
+
+@wrong("ExpertParallelMoE", says="y on|off by")
+class FirstChoiceOnly(_Base):
+    def __init__(self, router, experts, k, group=None):
+        super().__init__(router, experts, 1, group)
+
+
+@wrong("ExpertParallelMoE", says="y on|off by|gradient")
+class LocalExpertsOnly(_Base):
+    """No communication: each token goes through the experts that happen to be here."""
+
+    def forward(self, x):
+        share = self.router(x).softmax(-1)
+        return sum(share[..., i : i + 1] * e(x) for i, e in enumerate(self.experts))
+
+
+@wrong("ExpertParallelMoE", says="accepted|expected ValueError")
+class DropsTheRest(nn.Module):
+    def __new__(cls, router, experts, k, group=None):
+        world = dist.get_world_size(group)
+        if len(experts) % world:
+            return nn.Identity()
+        return expert.ExpertParallelMoE(router, experts, k, group)
