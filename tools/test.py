@@ -16,7 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTEST = ["-m", "pytest", "-q"]
 TWO = ["-n", "2"]
 NBVAL = ["--nbval", "--nbval-current-env", "-p", "no:cacheprovider", "--timeout", "600"]
-NPU = {"SHARDBOOK_DEVICE_PLUGIN": "tests.standin", "SHARDBOOK_STANDIN": "4"}
+NPU = {  # tests/standin/README.md
+    "SHARDBOOK_DEVICE_PLUGIN": "tests.standin",
+    "SHARDBOOK_STANDIN": "4",
+    "SHARDBOOK_STANDIN_OPS_DIR": ".cache/standin-ops",
+}
+ON_NPU = "not browser and not alone and not slow and not wrong_answer"
+NO_DEVICE = [f"--ignore=tests/{t}" for t in ("port", "test_book.py", "test_setup.py")]
 
 PARTS = {
     "style": [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."]],
@@ -28,13 +34,17 @@ PARTS = {
     ],
     "notebooks": [[*PYTEST, *TWO, *NBVAL, "notebooks", "solutions"]],
     "browser": [[*PYTEST, "-m", "browser", "tests/browser"]],
+    # on a stand-in npu: the library, each notebook, then the operators the notebooks used
     "npu": [
-        [*PYTEST, "-m", "npu", "tests"],
+        [*PYTEST, *TWO, "-m", ON_NPU, *NO_DEVICE, "tests", "--durations", "10"],
         [*PYTEST, *TWO, *NBVAL, "notebooks", "solutions"],
+        ["-m", "tests.standin.coverage"],
     ],
+    # the solutions on a single device, where runs of several ranks use the cpu
+    "npu-one": [[*PYTEST, *TWO, *NBVAL, "solutions"]],
     "fast": [[*PYTEST, *TWO, "-m", "not npu and not browser and not alone and not slow"]],
 }
-ALL = ["style", "book", "library", "notebooks", "browser", "npu"]
+ALL = ["style", "book", "library", "notebooks", "browser", "npu", "npu-one"]
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -50,7 +60,7 @@ def missing(part: str) -> str:
     browsers = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     if part == "browser" and not any(map(shutil.which, browsers)):
         return "the browser tests need Chromium: apt install chromium"
-    if part == "npu" and not (shutil.which("g++") or shutil.which("c++")):
+    if part in ("npu", "npu-one") and not (shutil.which("g++") or shutil.which("c++")):
         return "the stand-in npu is compiled, which needs a C++ compiler: apt install g++"
     return ""
 
@@ -61,7 +71,9 @@ def run(part: str) -> tuple[bool, str]:
     if lack:
         print(lack, flush=True)
         return False, lack
-    env = os.environ | SETTINGS | (NPU if part == "npu" else {})
+    env = os.environ | SETTINGS
+    if part in ("npu", "npu-one"):
+        env |= NPU if part == "npu" else NPU | {"SHARDBOOK_STANDIN": "1"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     passed, ends = True, []
     for command in PARTS[part]:
