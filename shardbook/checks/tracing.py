@@ -270,7 +270,7 @@ def tight(zero: int) -> list[dict]:
 @check("to_chrome")
 def to_chrome(answer, report):
     """Read back as Perfetto does: microseconds times 1000, rounded to whole nanoseconds."""
-    zero = 8_640_000_123_456_789  # a machine that has been up for a hundred days
+    zero = 1_790_000_000_123_456_789  # a clock that counts from 1970
 
     def slices(events, **kwargs):
         trace = json.loads(json.dumps(answer(events, **kwargs), allow_nan=False))

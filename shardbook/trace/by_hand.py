@@ -37,7 +37,8 @@ def record_modules(model: nn.Module, *inputs: Any, **kwargs: Any) -> list[dict]:
     def after(module, args, kwargs, output):
         event = running.pop()
         event["end_ns"] = time.monotonic_ns()
-        event["outputs"] = shapes_of(output if isinstance(output, (list, tuple, dict)) else [output])
+        nested = isinstance(output, (list, tuple, dict))
+        event["outputs"] = shapes_of(output if nested else [output])
 
     hooks = []
     for module in names:

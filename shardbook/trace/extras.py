@@ -3,10 +3,11 @@
 import contextlib
 import json
 import os
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,7 +67,10 @@ def _kernels(stack: contextlib.ExitStack) -> Callable[[], list[dict]]:
             activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU]
     elif kind != "cpu":
         activities.append(getattr(torch.profiler.ProfilerActivity, kind.upper()))
-    profile = stack.enter_context(profiler.profile(activities=activities))
+    profile = profiler.profile(activities=activities)
+    with quiet():
+        profile.start()
+    stack.callback(quiet()(profile.stop))
     for _ in range(2):  # the first sets the profiler up
         before = time.monotonic_ns()
         with torch.profiler.record_function(CLOCK):
@@ -80,6 +84,20 @@ def _kernels(stack: contextlib.ExitStack) -> Callable[[], list[dict]]:
                 return aligned(json.load(file), before, after, "operators")
 
     return events
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing reaches standard error inside: torch.profiler announces its start and stop there."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def aligned(trace: dict | list, before: int, after: int, title: str) -> list[dict]:

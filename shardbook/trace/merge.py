@@ -81,9 +81,9 @@ class Trace:
         slices = sum(e["ph"] == "X" for e in listed)
         pids = len({e["pid"] for e in listed if e["ph"] == "X"})
         kind = self.chrome().get("otherData", {}).get("time")
-        return f"<Trace: {slices} slices of {pids} {'rank' if pids == 1 else 'ranks'}" + (
-            f", {kind} time>" if kind else ">"
-        )
+        what = "rank" if self.foreign is None else "process"
+        what += {"rank": "s", "process": "es"}[what] if pids != 1 else ""
+        return f"<Trace: {slices} slices of {pids} {what}" + (f", {kind} time>" if kind else ">")
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         bundle = {"text/plain": repr(self)}

@@ -233,6 +233,17 @@ def whole_microseconds(events, rank=0):
     return written(events, rank, time_of=lambda ns: ns // 1000)
 
 
+@wrong("to_chrome", says="subtract the nanoseconds first|microseconds")
+def divides_before_it_subtracts(events, rank=0):
+    zero = min((e["start_ns"] for e in events), default=0) / 1000
+    return written(
+        events,
+        rank,
+        ts=lambda e: e["start_ns"] / 1000 - zero,
+        dur=lambda e: e["end_ns"] / 1000 - e["start_ns"] / 1000,
+    )
+
+
 @wrong("to_chrome", says="pid")
 def pid_is_always_zero(events, rank=0):
     return written(events, 0)
