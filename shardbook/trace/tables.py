@@ -136,8 +136,8 @@ def _module_rows(rank: RankTrace) -> list[dict]:
                 "inputs": text(record[6]) if record else "",
                 "outputs": text(record[7]) if record else "",
                 "own": {n: parameter(p) for n, p in m["parameters"].items()},
-                "parameters": sum(p["numel"] for p in subtree[i].values()),
-                "local_parameters": sum(p["local_numel"] for p in subtree[i].values()),
+                "parameters": sum(math.prod(p["shape"]) for p in subtree[i].values()),
+                "local_parameters": sum(math.prod(p["local_shape"]) for p in subtree[i].values()),
                 "ms": (record[3] - record[2]) / 1e6 if done else None,
                 "flops": below[first[i]] if i in first else None,
             }
@@ -169,9 +169,9 @@ def _layer_flops(module: dict, output: object) -> int | None:
     if not isinstance(output, tuple) or "weight" not in module["parameters"]:
         return None
     shape = output[2] if len(output) > 2 else output[0]
-    if "in_features" in module:
+    if module["kind"] == "linear":
         return 2 * math.prod(shape) * module["parameters"]["weight"]["local_shape"][-1]
-    if "in_channels" in module and "Transpose" not in module["type"]:
+    if module["kind"] == "convolution" and "Transpose" not in module["type"]:
         return 2 * math.prod(shape) * math.prod(module["parameters"]["weight"]["local_shape"][1:])
     return None
 
