@@ -53,6 +53,10 @@ def run(
             ) from error
         finally:
             worker.in_rank = False
+        if trace:
+            from .trace.clock import offset
+
+            recorded.clock = offset()
         found: list = [None] * size
         dist.all_gather_object(found, worker.dumps((value, recorded)))
     pairs = [pickle.loads(x) for x in found]

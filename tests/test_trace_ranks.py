@@ -1,5 +1,8 @@
 """Traces of several ranks: one timeline, arrows from send to recv, shards of a DTensor."""
 
+import copy
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -109,3 +112,37 @@ def test_parameters_of_a_dtensor_show_shard_and_full_shape():
     down = next(e for e in chrome["traceEvents"] if e["name"] == "down" and e["pid"] == 0)
     reduce = next(e for e in chrome["traceEvents"] if e["name"] == "all_reduce" and e["pid"] == 0)
     assert down["ts"] < reduce["ts"] < down["ts"] + down["dur"]
+
+
+def _hosts_with_other_clocks():
+    from shardbook.trace import clock
+
+    late = {0: 0, 1: 0, 2: 5_000_000_000}[dist.get_rank()]  # rank 2 is on a host that booted later
+    now = time.monotonic_ns
+    try:
+        time.monotonic_ns = lambda: now() - late
+        one = clock.offset()
+        clock._host = lambda: "a host" if dist.get_rank() < 2 else "another"
+        return one, clock.offset()
+    finally:
+        time.monotonic_ns = now
+
+
+def test_clocks_of_other_hosts_are_measured():
+    found = sb.run(_hosts_with_other_clocks, world_size=3).values
+    assert [one for one, _ in found] == [0, 0, 0], "one host: its clock is everybody's"
+    assert [two for _, two in found[:2]] == [0, 0]
+    assert abs(found[2][1] - 5_000_000_000) < 50_000_000
+
+
+def test_a_rank_on_another_clock_is_moved_in_the_merge():
+    with sb.trace() as t, sb.mark("work"):
+        pass
+    here, there = (copy.deepcopy(t.ranks[0]) for _ in range(2))
+    there.rank = 1
+    there.marks = [(n, i, a - 5000, b - 5000, *rest) for n, i, a, b, *rest in there.marks]
+    there.memory = [(at - 5000, value) for at, value in there.memory]
+    there.clock = 5000
+    slices = [e for e in merge([there, here]).chrome()["traceEvents"] if e["ph"] == "X"]
+    assert [e["pid"] for e in slices] == [0, 1]
+    assert slices[0]["ts"] == slices[1]["ts"]
