@@ -64,12 +64,15 @@ class Call:
     group_name: str = ""  # tells two groups of the same ranks apart
     tag: int = 0  # of send and recv
     is_async: bool = False  # a work was handed out, not waited for inside the call itself
+    events: tuple = ()  # device events at the start and the end, while `clock` is set
 
 
 Listener = Callable[[Call], None]
 _listeners: list[Listener] = []
 watch: Callable[[str, Call], None] | None = None
 """Set in ranks: told "enter" on every call, "wait" when this rank blocks on it, "done" after."""
+clock: Callable[[], object] | None = None
+"""Set by a trace on a device that has events: records one on the current stream."""
 _inside = threading.local()
 _open: dict[int, tuple] = {}  # id of a Work -> (the Work, its call, addresses of its tensors)
 _AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
@@ -116,13 +119,15 @@ def _kernel(op, name: str):
             watch("enter", call)
             if blocks:
                 watch("wait", call)
+        if clock is not None:
+            call.events = (clock(),)
         call.start_ns = time.monotonic_ns()
         _inside.depth = 1
         try:
             result = op.redispatch(keyset & _AFTER, *args, **kwargs)
         finally:
             _inside.depth = 0
-            call.end_ns = time.monotonic_ns()
+            _ended(call)
             if blocks and watch is not None:
                 watch("done", call)
         work = result[-1] if isinstance(result, tuple) else result
@@ -155,10 +160,16 @@ def _waiting(known: tuple) -> Iterator[None]:
     try:
         yield
     finally:
-        call.end_ns = time.monotonic_ns()
+        _ended(call)
         _open.pop(id(work), None)
         if watch is not None:
             watch("done", call)
+
+
+def _ended(call: Call) -> None:
+    call.end_ns = time.monotonic_ns()
+    if call.events and clock is not None:
+        call.events = (call.events[0], clock())
 
 
 def _close_finished() -> None:

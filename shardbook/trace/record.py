@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .. import calls
+from ..device import device
 from .merge import Trace
 from .timeline import RankTrace
 
@@ -228,6 +229,7 @@ class Recorder:
         self.open = True
         _activate(self, True)
         self.anchor = self.events() if self.events else None
+        self.outer_clock, calls.clock = calls.clock, self.events
         self.started = _now()
         self.sample(self.started)
 
@@ -238,10 +240,16 @@ class Recorder:
         _activate(self, False)
         self.open = False
         calls._listeners.remove(self.listener)
+        calls.clock = self.outer_clock
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
         device_ms = self._device_times()
+        for call in self.calls:  # a trace inside this one may have read its events already
+            if not any(isinstance(e, float) for e in call.events):
+                call.events = tuple(device_ms(e) for e in call.events)
+            elif not all(isinstance(e, float) for e in call.events):
+                call.events = ()
         return RankTrace(
             rank=int(os.environ.get("RANK", 0)),
             label=self.label,
@@ -267,12 +275,12 @@ class Recorder:
 
 def _device_events():
     """A function that records an event on the current stream, or None where there is no such."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
+    where = device()
+    if where.type == "cpu":
         return None
 
     def event() -> torch.Event:
-        e = torch.Event(device.type, enable_timing=True)
+        e = torch.Event(where.type, enable_timing=True)
         e.record()
         return e
 
@@ -287,8 +295,7 @@ def _device_events():
 
 def _memory_reader():
     """(function that reads the memory in use in bytes, its name): the device's, else the RSS."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None:
+    if device().type != "cpu":
         with contextlib.suppress(Exception):
             torch.accelerator.memory_allocated()
             return torch.accelerator.memory_allocated, "device memory (MB)"
@@ -399,15 +406,17 @@ def mark(name: str) -> Iterator[None]:
         _note(str(name), start, "mark", {})
 
 
-def pace(ms: float, name: str = "kernel") -> None:
+def pace(ms: float, name: str = "kernel", since: int | None = None) -> None:
     """Stand for a kernel that takes `ms` milliseconds: sleeps, and is labelled "paced".
 
-    So four ranks on two cores show the schedule that four devices would.
+    So four ranks on two cores show the schedule that four devices would. `since`, a reading of
+    time.perf_counter_ns(), counts what was computed from then on as a part of the kernel.
     """
     if ms < 0:
         raise ValueError(f"sb.pace() takes a time in milliseconds, 0 or more, not {ms}")
-    start = _now()
-    time.sleep(ms / 1000)
+    spent = 0 if since is None else time.perf_counter_ns() - since
+    start = _now() - spent
+    time.sleep(max(0.0, ms / 1000 - spent / 1e9))
     _note(f"{name} (paced)", start, "paced", {"time": f"paced: sleeps {ms:g} ms"})
 
 
