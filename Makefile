@@ -27,7 +27,7 @@ test-fast:
 
 test-npu:
 	@sh tools/install.sh test
-	@.venv/bin/python tools/test.py npu $(ARGS)
+	@.venv/bin/python tools/test.py npu npu-one $(ARGS)
 
 book:
 	@sh tools/install.sh test

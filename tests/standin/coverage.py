@@ -44,7 +44,7 @@ def read(folder: Path) -> dict[str, set[str]]:
 
 
 def main(folder: Path) -> int:
-    """Print a line per notebook; 0 if all is covered or excepted."""
+    """Print a line per notebook and forget its list; 0 if all is covered or excepted."""
     used = read(folder)
     if not used:
         print(f"no .ops files in {folder}: run the notebooks on the stand-in first")
@@ -59,6 +59,7 @@ def main(folder: Path) -> int:
             print(f"    {op}: {EXCEPTIONS[base(op)]}")
         for op in sorted(left - excepted):
             print(f"  ✗ {op}: no kernel in torch_npu, it would run on the cpu with a warning")
+        (folder / f"{notebook}.ops").unlink()
     return int(bad)
 
 
