@@ -37,7 +37,7 @@ print(f"the small model has {PARAMS:,} parameters")
 #   batch.
 
 
-# %%
+# %% tags=["nbval-ignore-output"]
 def saved_for_backward(batch):
     """Bytes that autograd keeps between forward and backward, parameters not counted."""
     model = tiny_lm().to(sb.device())
@@ -55,6 +55,11 @@ def saved_for_backward(batch):
     return sum(kept.values()), loss
 
 
+for batch in (2, 8, 32):
+    print(f"{batch:3} sequences: {saved_for_backward(batch)[0] / 2**20:5.1f} MiB of activations")
+
+
+# %%
 def state_bytes():
     before = held_bytes()
     model = tiny_lm().to(sb.device())
@@ -66,8 +71,6 @@ def state_bytes():
     return held_bytes() - before
 
 
-for batch in (2, 8, 32):
-    print(f"{batch:3} sequences: {saved_for_backward(batch)[0] / 2**20:5.1f} MiB of activations")
 print(f"whatever the batch: {state_bytes() / PARAMS:.1f} bytes a parameter of state in fp32")
 
 # %% [markdown]
@@ -473,7 +476,7 @@ plt.show()
 # once more when backward asks. Count the full parameters at each moment:
 
 
-# %%
+# %% tags=["nbval-ignore-output"]
 def full_parameters_over_a_step():
     model = tiny_lm().to(sb.device())
     blocks = list(model.blocks)
