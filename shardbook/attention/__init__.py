@@ -1,1 +1,5 @@
-"""Flash attention, the KV cache, and one entry point that picks an implementation."""
+"""Flash attention, the KV cache, and `attend`, which takes the kernel of the device at hand."""
+
+from .attend import attend, kernel_for
+
+__all__ = ["attend", "kernel_for"]

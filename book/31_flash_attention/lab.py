@@ -1,0 +1,202 @@
+# %% [markdown]
+# # 31 · Lab: FlashAttention
+#
+# You write attention that never stores its matrix: the one-pass softmax, the tiles forward and
+# backward, and the count of what moves. Each check compares with plain attention in float64, watches
+# how large a tensor your code makes, and counts the work it does.
+#
+# Time: about 3 hours. Exercises 1 and 5 are short, 2 and 3 medium, 4 is short once they hold. They
+# do not depend on each other, except that exercise 4 calls your 2 and 3.
+
+# %%
+import shardbook as sb
+
+import inspect
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardbook import plot
+from shardbook.attention.counting import largest_tensor
+from shardbook.attention.pictures import draw_tiles
+from shardbook.checks import flash_attention as check
+
+
+def draw(*shape, seed=0):
+    """Random normal data, the same on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(sb.device())
+
+
+# %% [markdown]
+# ## Exercise 1: softmax in one pass
+#
+# `scores` [S] and `values` [S, D] arrive block by block, and a block is seen once. Return
+# `softmax(scores) @ values` and the log-sum-exp of the scores. Keep three things: the largest score
+# so far `m`, the sum of `exp(score - m)`, and the same sum weighted by the values.
+#
+# <details><summary>Hint 1</summary>
+#
+# When a block raises the maximum from `m` to `m_new`, everything summed so far was divided by
+# `exp(m)` and should have been divided by `exp(m_new)`: multiply it by `exp(m - m_new)`.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# `m` starts at -inf. A block whose scores are all -inf (masked) leaves it there, and
+# `-inf - -inf` is nan: pass such a block over.
+# </details>
+
+# %% exercise="shardbook.attention.flash.online_softmax_dot"
+
+# %%
+check.online_softmax_dot(online_softmax_dot)
+
+# %% [markdown]
+# ## Exercise 2: forward, tile by tile
+#
+# The same for a matrix of queries. `tiles(rows, cols, causal, block_q, block_k)` gives the tiles that
+# hold something to compute, each with a flag that says whether the mask cuts through it;
+# `_scores(q, k, rows, cols, masked, shift)` gives one tile of scaled, masked scores [B, H, bq, bk]
+# with `shift = T - S`. Both are printed below, for you to read.
+#
+# Causal is **bottom-right** aligned: the last query sees every key, query i sees keys up to
+# `i + T - S`. A row that sees no key gives 0 and a log-sum-exp of -inf.
+
+# %%
+from shardbook.attention.flash import _alike, _scores, tiles
+
+print(inspect.getsource(tiles))
+print(inspect.getsource(_scores))
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# `m`, the sum and the output have a row for every query: `[B, H, S]`, `[B, H, S]`, `[B, H, S, D]`. A
+# tile updates its rows of them.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Divide by the sum once, at the end. Sums are fp32 also for bf16 inputs; the output is rounded once.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# A row of a tile may be masked as a whole while other rows are not: then its maximum stays -inf.
+# Subtract 0 instead of -inf there, and its weights are `exp(-inf) = 0`.
+# </details>
+
+# %% exercise="shardbook.attention.flash.flash_attention_forward"
+
+# %%
+check.flash_attention_forward(flash_attention_forward)
+
+# %% [markdown]
+# **Predict, then measure.** 1 head, 1,000 queries and keys, head size 32. How many elements does the
+# largest tensor have that your forward makes with tiles of 64 x 64? And that of plain attention?
+
+# %% predict="tiled plain"
+tiled = 1_000 * 32  # the output; a tile has 64 * 64 = 4,096
+plain = 1_000 * 1_000  # the scores
+
+
+# %%
+q, k, v = (draw(1, 1, 1_000, 32, seed=s) for s in range(3))
+
+
+def by_definition():
+    return ((q @ k.transpose(-1, -2)) * 32**-0.5).softmax(-1) @ v
+
+
+sb.predict("elements, tiled", tiled, largest_tensor(flash_attention_forward, q, k, v))
+sb.predict("elements, plain", plain, largest_tensor(by_definition))
+
+# %% [markdown]
+# **A picture to read.** The tiles that a causal run visits, numbered in order; hatched where the mask
+# cuts through. Change S and T, and find the rows of tiles that see nothing.
+
+# %%
+draw_tiles([*tiles(150, 200, True, 32, 32)], 150, 200)
+plt.show()
+
+# %% [markdown]
+# ## Exercise 3: backward, tile by tile
+#
+# Forward saved q, k, v, the output and the log-sum-exp, nothing of size S x T. Backward computes the
+# weights of a tile again, `p = exp(scores - lse)`, and with `delta_i` = the sum over d of
+# `grad_out * out`:
+#
+# $$dv = p^T\,g \qquad ds = p \odot (g\,v^T - \delta) \qquad dq = ds\,k/\sqrt D \qquad dk = ds^T q/\sqrt D$$
+#
+# <details><summary>Hint 1</summary>
+#
+# `lse` is that of *all* keys, so `exp(scores - lse)` is the final weight: no maximum, no rescaling.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Where `lse` is -inf a query saw nothing and `-inf - -inf` would be nan. Put +inf in its place:
+# `exp(-inf - inf)` is 0.
+# </details>
+
+# %% exercise="shardbook.attention.flash.flash_attention_backward"
+
+# %%
+check.flash_attention_backward(flash_attention_backward)
+
+# %% [markdown]
+# ## Exercise 4: one differentiable function
+#
+# Put your two functions into a `torch.autograd.Function` and save q, k, v, out and lse only.
+
+# %% exercise="shardbook.attention.flash._Flash shardbook.attention.flash.flash_attention" blank="forward backward flash_attention"
+
+# %%
+check.flash_attention(flash_attention)
+
+# %% [markdown]
+# **A failure to provoke.** One new token against a cache of nine keys: S = 1, T = 9. torch's own
+# `is_causal=True` is aligned to the *top left*: query 0 sees key 0 only. Yours is aligned to the
+# bottom right. Which of the two is what decoding needs?
+
+# %%
+q, k, v = draw(1, 1, 1, 4, seed=1), draw(1, 1, 9, 4, seed=2), draw(1, 1, 9, 4, seed=3)
+top_left = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+print("torch's is_causal returns the first value:", bool(torch.allclose(top_left, v[:, :, :1])))
+ours = flash_attention(q, k, v, causal=True)
+everything = F.scaled_dot_product_attention(q, k, v)
+print("bottom-right sees all nine keys:", bool(torch.allclose(ours, everything, atol=1e-6)))
+
+# %% [markdown]
+# No error, no warning, a text that makes no sense: Dao-AILab/flash-attention#517.
+#
+# ## Exercise 5: count what moves
+#
+# Elements read from and written to device memory by one head, forward. Standard attention writes
+# and reads scores and weights: `4 N² + 4 N d`. Tiled, q and the output move once, k and v once for
+# every row of tiles: `2 N d + 2 N d ⌈N / r⌉`, where `r = max(1, ⌊M / 4d⌋)` rows fit into an SRAM of
+# M elements.
+#
+# <details><summary>Hint</summary>
+#
+# Whole numbers only: `//`, and `-(-a // b)` for a ceiling.
+# </details>
+
+# %% exercise="shardbook.attention.flash.attention_io"
+
+# %%
+check.attention_io(attention_io)
+
+
+# %%
+def ratio(n, d=64, sram=100 * 1024 // 2):  # 100 KiB of bf16
+    return attention_io(n, d, sram, flash=False) / attention_io(n, d, sram, flash=True)
+
+
+print({n: round(ratio(n), 1) for n in (256, 1024, 4096, 16384)})
+
+# %% [markdown]
+# ## On a real cluster
+#
+# You would not ship this function: PyTorch's SDPA calls a fused kernel on every device, and
+# `shardbook.attention.attend` picks the one at hand. What you now can do is read that kernel's
+# arguments (layout, scale, alignment of the mask, what it saves), say what it costs, and notice when
+# a port calls it with the wrong ones. Chapter 24 cut the same sums over ranks.

@@ -1,0 +1,344 @@
+# %% [markdown]
+# # 31 · FlashAttention
+#
+# After this chapter you can
+# - say why attention's matrix, not its arithmetic, is what does not fit,
+# - compute softmax in one pass over blocks, and undo it in backward without storing it,
+# - read the arguments of the fused kernels (SDPA, `npu_fusion_attention`, flash-attn) and spot the
+#   ones that are silently wrong in a port,
+# - tell from a roofline whether a piece of work is bound by arithmetic or by memory.
+#
+# Time: 60 minutes to read, about three hours for the lab. Chapter 24 used the same sums between
+# ranks; here they are inside one device.
+
+# %%
+import shardbook as sb
+
+import time
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shardbook import plot
+from shardbook.attention import attend, kernel_for
+from shardbook.attention.counting import largest_tensor, operator_traffic, tile_traffic
+from shardbook.attention.flash import (
+    attention_io,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_forward,
+    online_softmax_dot,
+    tiles,
+)
+from shardbook.attention.pictures import draw_roofline, draw_tiles
+
+
+def draw(*shape, seed=0, scale=1.0):
+    """Random normal data, the same on every device."""
+    data = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return data.to(sb.device())
+
+
+def plain_attention(q, k, v):
+    """Attention by its definition, each step an operation of its own."""
+    return ((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)).softmax(-1) @ v  # [B, H, S, D]
+
+
+# %% [markdown]
+# ## What breaks without it?
+#
+# Attention compares every query with every key. For N tokens that is a matrix of N x N numbers a
+# head, written to memory only to be read once by softmax and once by the product with v. How large
+# is the largest tensor that plain attention makes, and that a tiled one makes? One head of size 64.
+
+# %%
+lengths = (1024, 2048, 4096)
+largest = {"plain": {}, "tiled": {}}
+for n in lengths:
+    q, k, v = (draw(1, 1, n, 64, seed=s) for s in range(3))
+    largest["plain"][str(n)] = 4 * largest_tensor(plain_attention, q, k, v) / 1e6
+    largest["tiled"][str(n)] = 4 * largest_tensor(flash_attention_forward, q, k, v) / 1e6
+for name, sizes in largest.items():
+    print(f"{name:6}", {n: round(mb, 2) for n, mb in sizes.items()}, "MB")
+
+# %% [markdown]
+# Four times as much for twice the tokens, against twice as much. At 16,384 tokens and 32 heads in
+# bf16 the matrix alone takes
+
+# %%
+print(f"{16_384**2 * 32 * 2 / 2**30:.0f} GiB a layer and sample, to keep for backward")
+
+# %% [markdown]
+# ### Peak memory, measured
+#
+# The same on this machine, from 1k to 16k tokens: the memory that the process holds at its peak
+# beyond what it held before, for one head forward. Each length runs in a rank of its own, so that
+# one does not profit from memory another left. Tiles of 512 x 512 here: fewer steps of Python.
+
+
+# %%
+def peak_megabytes(kind, n):
+    """Peak memory of one forward beyond the start: the process's, or the device's if it counts."""
+    import resource
+
+    q, k, v = (draw(1, 1, n, 64, seed=s) for s in range(3))
+    device = sb.device()
+    with torch.no_grad():
+        plain_attention(*[x[:, :, :64] for x in (q, k, v)])  # what torch sets up once
+        if device.type == "cpu":
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        else:
+            torch.accelerator.reset_peak_memory_stats()
+            before = torch.accelerator.memory_allocated() / 1e6
+        if kind == "plain":
+            plain_attention(q, k, v)
+        else:
+            flash_attention_forward(q, k, v, block_q=512, block_k=512)
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 - before
+    return torch.accelerator.max_memory_allocated() / 1e6 - before
+
+
+# %% tags=["nbval-ignore-output"]
+peaks = {
+    kind: {
+        f"{n // 1024}k": sb.run(peak_megabytes, kind, n, world_size=1).values[0]
+        for n in (1024, 2048, 4096, 8192, 16_384)
+    }
+    for kind in ("plain", "tiled")
+}
+for kind, values in peaks.items():
+    print(f"{kind:6}", {n: f"{mb:.0f}" for n, mb in values.items()}, "MB")
+
+# %% tags=["nbval-ignore-output"]
+fig = plot.bars(peaks, ylabel="MB beyond the start", title="Peak memory of one head, forward")
+fig.axes[0].set_yscale("log")
+plt.show()
+
+# %% [markdown]
+# Each doubling of the length takes the plain version four times the memory. The tiled one grows with
+# the output and one tile; below some megabytes the measurement sees the allocator, not the tensors.
+#
+# ## Softmax in one pass
+#
+# Softmax divides by a sum over *all* scores, so it seems to need them all at once. It does not: keep
+# the largest score so far, `m`, the sum of `exp(score - m)`, and the same sum weighted by the values.
+# When a block raises the maximum, what was summed so far shrinks by `exp(m - m_new)`
+# (Milakov and Gimelshein, arXiv 1805.02867).
+
+# %%
+scores, values = draw(37, seed=1, scale=4.0), draw(37, 5, seed=2)
+once = torch.softmax(scores, 0) @ values
+for block in (1, 8, 37):
+    out, lse = online_softmax_dot(scores, values, block)
+    error = max((out - once).abs().max().item(), abs((lse - scores.logsumexp(0)).item()))
+    print(f"blocks of {block:2}: within 1e-5 of softmax: {error < 1e-5}")
+
+# %% [markdown]
+# Subtracting the maximum is no nicety: fp32's `exp` is infinite from 89 on, fp16's from 12.
+#
+# ## Tiles
+#
+# Now a block of queries against a block of keys at a time. A tile of scores exists only while its
+# row of tiles is worked on. With a causal mask the tiles above the diagonal hold nothing, and they
+# are never visited; those on it are masked element by element.
+
+# %%
+draw_tiles(tiles(256, 256, True, 32, 32), 256, 256)
+plt.show()
+
+# %% [markdown]
+# **Bottom-right.** With S queries and T keys, which keys does query i see? The flash-attn package
+# aligns the mask so that the *last* query sees every key, as decoding needs; torch's `is_causal`
+# aligns it so that the *first* query sees the first key. For S = T they are the same, and tests with
+# S = T don't tell.
+
+# %%
+draw_tiles(tiles(96, 224, True, 32, 32), 96, 224)
+plt.show()
+
+# %%
+q, k, v = draw(1, 2, 3, 8, seed=3), draw(1, 2, 7, 8, seed=4), draw(1, 2, 7, 8, seed=5)
+ours = flash_attention(q, k, v, causal=True)
+torchs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+for i in range(3):
+    same = torch.allclose(ours[:, :, i], torchs[:, :, i], atol=1e-5)
+    print(f"query {i}: bottom-right sees {i + 5} keys, top-left {i + 1}; same output: {same}")
+
+# %% [markdown]
+# ### The trace of a tiled run
+#
+# Each tile is marked, forward and then backward. Count them: a causal run has fewer, and backward
+# visits the same ones.
+
+
+# %% tags=["nbval-ignore-output"]
+def marked(causal):
+    q, k, v = (draw(1, 2, 256, 32, seed=s) for s in range(3))
+    with sb.trace() as t:
+        for rows, cols, masked in tiles(256, 256, causal, 64, 64):
+            with sb.mark(f"q {rows.start} k {cols.start}{' masked' if masked else ''}"):
+                flash_attention_forward(q[:, :, rows], k[:, :, cols], v[:, :, cols])
+        with sb.mark("backward"):
+            out, lse = flash_attention_forward(q, k, v, causal)
+            flash_attention_backward(out, q, k, v, out, lse, causal)
+    return t
+
+
+marked(causal=True)
+
+# %% [markdown]
+# ## How much moves?
+#
+# Arithmetic is the same as before, so why is it faster on a device? Because less moves. Count it:
+# every operation of plain attention reads its inputs from device memory and writes its output; the
+# tiled run loads the tiles it asks for, and a tile that lies on the chip is not loaded again.
+#
+# **Predict** the elements for N = 512, d = 32 and tiles of 64 queries.
+
+# %% predict="plain tiled"
+plain = 4 * 512**2 + 4 * 512 * 32  # scores and weights are each written and read; q, k, v and out
+tiled = 2 * 512 * 32 + 2 * 512 * 32 * (512 // 64)  # q and out once, k and v once a row of tiles
+
+# %%
+q, k, v = (draw(1, 1, 512, 32, seed=s) for s in range(3))
+scaled, keys = q * 32**-0.5, k.transpose(-1, -2)
+moved = operator_traffic(lambda: (scaled @ keys).softmax(-1) @ v)
+sb.predict("elements moved, plain", plain, moved)
+sb.predict("elements moved, tiled", tiled, tile_traffic(flash_attention_forward, q, k, v))
+
+# %% [markdown]
+# The rows of a tile are limited by the chip's memory of M elements: q, k, v and the output's tile
+# must fit, about M / 4d rows. This gives N² d² / M up to a constant (Dao et al., arXiv 2205.14135), and
+# no exact algorithm can do better for M >= d² (arXiv 2402.07443).
+
+# %%
+M, d = 100 * 1024 // 2, 64  # 100 KiB of bf16
+for n in (512, 2048, 8192):
+    standard, flash = (attention_io(n, d, M, flash=f) for f in (False, True))
+    bound = n * n * d * d // M
+    print(
+        f"N={n:5}  standard {standard:>11,}  tiled {flash:>10,}  N²d²/M {bound:>10,}"
+        f"  standard/tiled {standard / flash:4.1f}  tiled/bound {flash / bound:4.1f}"
+    )
+
+# %% [markdown]
+# ## Roofline
+#
+# A device does at most `peak` operations and moves at most `bandwidth` bytes a second. A workload of
+# I operations a byte reaches at most `min(peak, I * bandwidth)`. Below the corner memory is the limit,
+# above it arithmetic. Where do attention and its neighbours stand (bf16, d = 128, N = 8192)?
+
+# %%
+N, D = 8192, 128
+flops = 4 * N * N * D
+workloads = {
+    "one token of decoding": 2 * 1 / 2,  # a weight is read (2 bytes) for one multiply and add
+    "attention, standard": flops / (2 * attention_io(N, D, M, flash=False)),
+    "attention, tiled": flops / (2 * attention_io(N, D, M, flash=True)),
+    "MLP, 8192 tokens": 2 * N * 4096 * 16384 / (2 * (N * 4096 + 4096 * 16384 + N * 16384)),
+}
+for name, at in workloads.items():
+    print(f"{name:24} {at:8.0f} FLOPs a byte")
+draw_roofline(workloads)
+plt.show()
+
+# %% [markdown]
+# Training multiplies thousands of tokens with each weight it reads, so it is bound by arithmetic if
+# attention does not spoil it. Decoding reads every weight and the whole cache for one token: it is
+# bound by memory on every device of the picture, and chapter 32 is about that. Peak and bandwidth
+# are the makers' figures (dense bf16, fp16 for Ascend 910B); no program reaches them.
+#
+# ## Backward
+#
+# The weights were never stored. Forward keeps the output and one number a row, the log-sum-exp;
+# backward computes a tile's weights again as `exp(scores - lse)`. That is more arithmetic, less
+# memory, and faster where memory is the limit. Forward has two matrix products a tile, backward
+# five, one of them for the second time.
+
+# %%
+leaves = [draw(2, 3, 77, 16, seed=s).requires_grad_() for s in range(3)]
+pull = draw(2, 3, 77, 16, seed=9)
+gradients = torch.autograd.grad(flash_attention(*leaves, causal=True), leaves, pull)
+wanted = torch.autograd.grad(F.scaled_dot_product_attention(*leaves, is_causal=True), leaves, pull)
+for name, got, want in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+    print(f"{name} within 1e-5 of SDPA's: {bool((got - want).abs().max() < 1e-5)}")
+
+# %% [markdown]
+# ### Is it exact?
+#
+# It is the same sum in another order. Against float64, on the host, for scores of growing size:
+
+# %%
+for scale in (1.0, 8.0):
+    q, k, v = (draw(1, 2, 600, 64, seed=s, scale=scale if s < 2 else 1.0) for s in range(3))
+    exact = plain_attention(*[x.cpu().double() for x in (q, k, v)])
+    results = {
+        "plain": plain_attention(q, k, v),
+        "tiled": flash_attention_forward(q, k, v)[0],
+        "SDPA": F.scaled_dot_product_attention(q, k, v),
+    }
+    worst = {n: (r.cpu().double() - exact).abs().max().item() for n, r in results.items()}
+    print(f"scale {scale:.0f}:", {n: f"within 1e-4: {e < 1e-4}" for n, e in worst.items()})
+
+# %% [markdown]
+# Inputs in bf16 are summed in fp32 and rounded once. Rounding every tile to bf16 instead loses a
+# digit for long sequences; the lab's check tells the two apart.
+#
+# ## What runs on each device
+#
+# | device | call | layout | trap |
+# |---|---|---|---|
+# | any | `F.scaled_dot_product_attention` | [B, H, S, D] | `is_causal` is top-left; a bool mask is True where a query *may* look |
+# | NPU | `torch_npu.npu_fusion_attention(q, k, v, head_num, input_layout, …)` | "BNSD", "BSH", … | `scale` defaults to 1; the mask is True where a query may *not* look and does not broadcast (diffusers#13451, #14396); `pre_tockens`, `next_tockens` are spelt like this |
+# | CUDA | `flash_attn_func(q, k, v, causal=)` | [B, S, H, D] | bottom-right since 2.1, top-left before |
+#
+# `shardbook.attention.attend` takes the kernel at hand and gives the same result everywhere.
+
+# %%
+q, k, v = draw(2, 6, 5, 8, seed=1), draw(2, 3, 9, 8, seed=2), draw(2, 3, 9, 8, seed=3)
+repeated = [x.repeat_interleave(2, dim=1) for x in (k, v)]
+for causal in (False, True):
+    error = (attend(q, k, v, causal) - flash_attention(q, *repeated, causal)).abs().max().item()
+    print(f"attend equals the tiles (causal {causal}): {error < 1e-5}")
+
+# %% tags=["nbval-ignore-output"]
+print("here attend calls", kernel_for(q))
+
+
+# %% [markdown]
+# ### And how fast is it here?
+#
+# Python around small matrix products can't beat a fused kernel; it should not be absurd either.
+# Beside SDPA's MATH path, which makes the matrix, on one thread (ratio of times in one run):
+
+
+# %% tags=["nbval-ignore-output"]
+def seconds(run):
+    run()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+q, k, v = (draw(1, 4, 2048, 64, seed=s) for s in range(3))
+with sdpa_kernel(SDPBackend.MATH):
+    math_path = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+ours = seconds(lambda: flash_attention_forward(q, k, v, causal=True))
+print(f"tiled / MATH at 2,048 tokens, causal: {ours / math_path:.2f}")
+
+# %% [markdown]
+# ## On a real cluster
+#
+# - **NPU.** The tiles live in the AI core's unified buffer and L1; `npu_fusion_attention` is the kernel
+#   and SDPA reaches it. A port fails in three ways: the scale is left at 1, a mask is passed with SDPA's
+#   meaning, or a layout is wrong with a `sparse_mode` (sglang#31948, vllm-ascend#13699). All three give
+#   numbers, not errors: compare with `flash_attention` above on small shapes.
+# - **CUDA.** FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv 2307.08691), FlashAttention-3
+#   75 % of an H100's in fp16 (arXiv 2407.08608).
+# - **Many ranks.** The log-sum-exp that backward needs is also what lets ranks merge their parts: that
+#   was chapter 24. Tensor parallelism (chapter 22) cuts the heads and leaves the kernel as it is.
+#
+# Next: the [lab](../labs/31_flash_attention.ipynb), then chapter 32, where one query meets a cache.
