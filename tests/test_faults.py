@@ -16,6 +16,8 @@ import torch.distributed as dist
 import shardbook as sb
 from tests.processes import descendants
 
+pytestmark = pytest.mark.usefixtures("on_cpu")  # what is tested is how ranks start, fail and end
+
 LINE = r"\(test_faults\.py:\d+\)"
 
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import shardbook as sb
 from shardbook.output import fold, ranks_text
 
+pytestmark = pytest.mark.usefixtures("on_cpu")  # what is tested is how ranks start, fail and end
+
 
 def surroundings(x, *, y):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

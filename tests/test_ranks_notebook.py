@@ -11,6 +11,8 @@ from jupyter_client.manager import start_new_kernel
 
 from tests.processes import alive, descendants, wait_until
 
+pytestmark = pytest.mark.usefixtures("on_cpu")  # what is tested is how ranks start, fail and end
+
 SECONDS = 90
 
 

@@ -27,22 +27,12 @@ def install() -> None:
     def no_cuda() -> None:
         raise RuntimeError(f"cuda is not here, ask sb.device() for the device{where()}")
 
-    torch.cuda._lazy_init = no_cuda
-    for module, name in (
-        (dist, "init_process_group"),
-        (dist, "new_group"),
-        (dist.device_mesh, "init_device_mesh"),
-    ):
-        setattr(module, name, _without_nccl(getattr(module, name)))
-    dist.init_device_mesh = dist.device_mesh.init_device_mesh
-    dist.distributed_c10d.new_group = dist.new_group
-    dist.distributed_c10d.init_process_group = dist.init_process_group
+    make = dist.Backend.__new__
 
-
-def _without_nccl(function):
-    def checked(*args, **kwargs):
-        if "nccl" in str([a for a in [*args, *kwargs.values()] if isinstance(a, str)]):
+    def no_nccl(cls, name: str) -> str:  # every way to ask for a backend passes here
+        if isinstance(name, str) and "nccl" in name.lower():
             raise RuntimeError(f"nccl is not here, ask sb.backend() for the backend{where()}")
-        return function(*args, **kwargs)
+        return make(cls, name)
 
-    return checked
+    torch.cuda._lazy_init = no_cuda
+    dist.Backend.__new__ = no_nccl

@@ -25,12 +25,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_lstm_cell", &lstm_cell);
   m.impl("_thnn_fused_gru_cell", &gru_cell);
   m.impl("_has_compatible_shallow_copy_type", &compatible);
-  // Operators that PyTorch would first take apart on its own (add into add.out): ours see them whole,
-  // as torch_npu's do, so they are counted under their names and refuse in our words.
+  // Operators that PyTorch would turn into their out= form first (add into add.out): ours see them
+  // whole, as torch_npu's do, so they are counted under their names and refuse in our words.
   for (auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     auto op = c10::Dispatcher::singleton().findOp(name);
     if (name.getNamespace() == "aten" && op &&
-        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional))
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) &&
+        op->hasKernelForDispatchKey(c10::DispatchKey::CPU))  // else it is made of other operators
       m.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }
