@@ -82,7 +82,7 @@ def draw_ulysses(ranks: int = 4, heads: int = 8) -> Figure:
         left.add_patch(Rectangle((0, r / ranks), 1, 1 / ranks, color=colour, lw=0))
         right.add_patch(Rectangle((r / ranks, 0), 1 / ranks, 1, color=colour, lw=0))
         left.text(0.5, (r + 0.5) / ranks, f"rank {r}", ha="center", va="center", color="white")
-        right.text((r + 0.5) / ranks, 0.5, f"rank {r}", ha="center", va="center", color="white")
+        right.text((r + 0.5) / ranks, 0.62, f"rank {r}", ha="center", va="center", color="white")
     for ax, title in (
         (left, "everywhere else: a part of the\nsequence, all heads"),
         (right, "inside attention: the whole\nsequence, some heads"),
@@ -93,7 +93,8 @@ def draw_ulysses(ranks: int = 4, heads: int = 8) -> Figure:
             ax.plot([0, 1], [i / ranks] * 2, color="white", lw=0.6)
         ax.set(xlim=(-0.02, 1.02), ylim=(1.02, -0.02), xticks=[], yticks=[])
         ax.set_xlabel(f"{heads} heads")
-        ax.set_ylabel("positions")
         ax.set_title(title, fontsize=10)
-    fig.text(0.505, 0.45, "all-to-all\n→\n←", ha="center", va="center", fontsize=10)
+    left.set_ylabel("positions")
+    fig.get_layout_engine().set(wspace=0.3)
+    fig.text(0.52, 0.45, "all-to-all\n→\n←", ha="center", va="center", fontsize=10)
     return fig

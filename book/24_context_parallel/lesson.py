@@ -1,0 +1,801 @@
+# %% [markdown]
+# # 24 · Context parallel
+#
+# After this chapter you can
+# - cut a sequence over ranks and still attend to all of it, forward and backward,
+# - merge partial softmaxes without overflow,
+# - say why causal attention leaves most ranks idle, and deal the sequence so that it doesn't,
+# - choose between a ring and Ulysses from heads, length and bandwidth,
+# - give every shard its positions and its share of the loss, and find the gradients that a ring
+#   got wrong in silence.
+#
+# Time: 75 minutes to read, two to three hours for the lab. Chapter 13 has point-to-point messages
+# and all-to-all, chapter 21 the sum of gradients.
+
+# %%
+import shardbook as sb
+
+import time
+from functools import partial
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardbook import calls, plot
+from shardbook.memory import storage_bytes
+from shardbook.models.tiny import counting_batch, tiny_lm
+from shardbook.parallel.context import (
+    block_attention,
+    block_attention_backward,
+    merge_attention,
+    shard_positions,
+    zigzag_shard,
+)
+from shardbook.parallel.context_lm import context_parallel_, context_parallel_step, held_positions
+from shardbook.parallel.context_pictures import draw_rings, draw_ulysses
+from shardbook.parallel.ring import (
+    causal_plan,
+    exchange,
+    ring_attention,
+    zigzag_plan,
+    zigzag_ring_attention,
+)
+from shardbook.parallel.ulysses import heads_for_sequence, sequence_for_heads, ulysses_attention
+from shardbook.trace import merge
+
+# %% [markdown]
+# ## What breaks without it?
+#
+# Length. One sequence of a million tokens is a batch of one, so data parallelism has nothing to
+# cut. Tensor parallelism ends at the number of heads. What grows with the sequence are the
+# activations: those of the linear layers with S, the scores of attention with S².
+#
+# We count what autograd keeps for backward in the small model, for one sequence of growing length:
+# with attention written out as `softmax(q k^T) v`, with attention that keeps only q, k, v, the
+# output and one number a query, and with the latter on four ranks that hold a quarter of the
+# sequence each.
+
+
+# %%
+def written_out(q, k, v):
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # [B, H, S, S]
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+
+
+def keeps(model, length):
+    """Bytes that autograd keeps besides the weights, for one sequence over the ranks."""
+    tokens, _ = counting_batch(0, 1, length)
+    held = held_positions(length, "ring")
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        model(tokens[:, held].to(sb.device()), held.to(sb.device()))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return storage_bytes(t for t in saved if t.untyped_storage().data_ptr() not in weights)
+
+
+def activations(kind, lengths):
+    model = context_parallel_(tiny_lm().to(sb.device()), "ring")
+    if kind == "scores":
+        for block in model.blocks:
+            block.attn.attend = written_out
+    return [keeps(model, length) for length in lengths]
+
+
+# %% tags=["nbval-ignore-output"]
+lengths = [128, 256, 512, 1024]
+kept = {
+    "scores kept, 1 rank": sb.run(activations, "scores", lengths, world_size=1).values[0],
+    "no scores, 1 rank": sb.run(activations, "ring", lengths, world_size=1).values[0],
+    "no scores, 4 ranks": sb.run(activations, "ring", lengths, world_size=4).values[0],
+}
+print(f"{'tokens':22}" + "".join(f"{n:>14,}" for n in lengths))
+for name, sizes in kept.items():
+    print(f"{name:22}" + "".join(f"{size:>14,}" for size in sizes))
+
+# %%
+fig, (ax,) = plot.figure()
+for (name, sizes), style in zip(kept.items(), ("o-", "s-", "^-"), strict=True):
+    ax.plot(lengths, [size / 1e6 for size in sizes], style, label=name)
+ax.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel="MB a rank keeps")
+ax.set_xticks(lengths, [str(n) for n in lengths], minor=False)
+ax.minorticks_off()
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# The first line rises with the square of the length. Not keeping scores (chapter 31) makes it a
+# straight proportion. Only cutting the sequence makes it a fraction. Predict the fraction that four
+# ranks keep, with everything that is not attention included:
+
+# %% predict="predicted"
+predicted = 1 / 4  # every activation has a dimension of tokens, and that is cut
+
+# %%
+measured = round(kept["no scores, 4 ranks"][-1] / kept["no scores, 1 rank"][-1], 3)
+sb.predict("of the activations, on each of 4 ranks", predicted, measured)
+
+# %% [markdown]
+# ## Which tensor is cut, and what pays for it?
+#
+# Tokens `[B, S]` are cut by position, and with them every activation, in all layers, to the loss.
+# Weights are whole. Embedding, norms, MLP and loss treat every token by itself and notice nothing.
+# Attention does: a query on rank 0 needs the keys on rank 3.
+#
+# **Ring attention** (arXiv 2310.01889) leaves queries where they are and sends keys and values
+# round: in each step a rank computes with the block in its hands while that block is on its way to
+# the next rank and another arrives. The picture is the matrix of scores: a row of queries has the
+# colour of its rank, the number is the step in which the square is computed.
+
+# %%
+draw_rings()
+plt.show()
+
+# %% [markdown]
+# The other two panels come later. First: how can a rank attend to one block of keys at a time?
+#
+# ## Merging partial softmaxes
+#
+# Softmax needs the sum over *all* keys. From attention over a block one keeps the output, and the
+# log of its denominator, `lse = log(sum of exp(scores))`. Two blocks then merge exactly:
+#
+# `lse = log(exp(lse_a) + exp(lse_b))`, &nbsp; `out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b`
+
+# %%
+generator = torch.Generator().manual_seed(0)
+q, k, v = (torch.randn(1, 2, n, 16, generator=generator).to(sb.device()) for n in (5, 40, 40))
+whole = F.scaled_dot_product_attention(q, k, v)
+a = block_attention(q, k[:, :, :30], v[:, :, :30], causal=False)  # out [B, H, S, D], lse [B, H, S]
+b = block_attention(q, k[:, :, 30:], v[:, :, 30:], causal=False)
+merged, _ = merge_attention(*a, *b)
+print("merged by lse, within 1e-5:   ", bool((merged - whole).abs().max() < 1e-5))
+print("mean of both, within 1e-5:    ", bool(((a[0] + b[0]) / 2 - whole).abs().max() < 1e-5))
+print(
+    "mean by keys, within 1e-5:    ", bool((0.75 * a[0] + 0.25 * b[0] - whole).abs().max() < 1e-5)
+)
+
+# %% [markdown]
+# Written like this, it fails as soon as a score is large: `exp(89)` is infinite in fp32, and
+# infinity over infinity is not a number. Far below zero, it divides zero by zero. Only differences may be exponentiated. This was an issue
+# of several public implementations (zhuzilin/ring-flash-attention#34, jzhang38/EasyContext#14);
+# their fix is `lse_a - logsigmoid(lse_a - lse_b)`, ours takes the larger one out.
+
+# %%
+out_a, out_b = a[0], b[0]
+for size in (1.0, 80.0, 100.0, -200.0):
+    lse_a = torch.full_like(a[1], size)
+    lse_b = lse_a - 1
+    share = torch.exp(lse_a) / (torch.exp(lse_a) + torch.exp(lse_b))
+    naive = share[..., None] * out_a + (1 - share[..., None]) * out_b
+    safe, _ = merge_attention(out_a, lse_a, out_b, lse_b)
+    finite = [bool(x.isfinite().all()) for x in (naive, safe)]
+    print(f"lse about {size:6.0f}   naive finite: {finite[0]!s:5}   ours finite: {finite[1]}")
+
+# %% [markdown]
+# One more case: under a causal mask a query may see *no* key of a block. Its lse is -inf, its
+# weight 0. `-inf - -inf` is the trap; `merge_attention` treats it.
+#
+# ## Forward and backward, in bytes
+#
+# Forward, K and V move P-1 times. For backward, keeping the visiting blocks would undo the whole
+# point, so only a rank's own are kept, and the ring turns again. In each step a rank finds the
+# weights of the block in its hands from the kept lse, and with them dq, which stays, and dk and dv,
+# which belong to somebody else. They travel with their keys, and make one step more: home.
+#
+# Predict for B=2, 8 heads, 2 kv heads of 16, 128 tokens, 4 ranks, fp32: the bytes a rank sends.
+
+# %% predict="forward_bytes backward_bytes"
+block = 2 * 2 * (128 // 4) * 16 * 4  # bytes of a rank's K, and of its V: B, Hkv, S/P, D, fp32
+forward_bytes = 2 * (4 - 1) * block
+backward_bytes = 2 * (4 - 1) * block + 2 * 4 * block  # K and V, then dK and dV
+
+
+# %%
+def qkv(rank_positions, heads=8, kv_heads=2, seq=128, batch=2, dtype=torch.float32):
+    """This rank's part of q, k, v, and of a gradient of the output."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(batch, n, seq, 16) for n in (heads, kv_heads, kv_heads, heads)]
+    whole = [torch.randn(*shape, generator=generator) for shape in shapes]
+    return [x[:, :, rank_positions].to(sb.device(), dtype) for x in whole]
+
+
+WAYS = {
+    "ring": (partial(ring_attention, causal=True), False),
+    "zigzag": (zigzag_ring_attention, True),
+    "Ulysses": (partial(ulysses_attention, causal=True), False),
+}
+
+
+def attend(way, **sizes):
+    """What a rank computes, sends, and how many FLOPs that takes."""
+    attention, zigzag = WAYS[way]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    held = shard_positions(sizes.get("seq", 128), world, rank, zigzag)
+    q, k, v, grad = qkv(held, **sizes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with calls.record() as forward, FlopCounterMode(display=False) as flops:
+        out = attention(*leaves)
+    with calls.record() as backward:
+        grads = torch.autograd.grad(out, leaves, grad)
+    return {
+        "tensors": [x.detach().cpu() for x in (out, *grads)],
+        "forward": calls.summary(forward),
+        "backward": calls.summary(backward),
+        "flops": flops.get_total_flops(),
+    }
+
+
+def one_process(**sizes):
+    q, k, v, grad = qkv(slice(None), **sizes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=grouped)
+    return [x.detach().cpu() for x in (out, *torch.autograd.grad(out, leaves, grad))]
+
+
+def right(values, zigzag=False):
+    """Which of out, dq, dk, dv equal the whole sequence's on all ranks."""
+    whole, found = one_process(), {}
+    for i, name in enumerate(("out", "dq", "dk", "dv")):
+        errors = []
+        for rank, tensors in enumerate(values):
+            held = shard_positions(128, len(values), rank, zigzag)
+            errors.append((tensors[i] - whole[i][:, :, held]).abs().max())
+        found[name] = bool(max(errors) < 1e-5)
+    return found
+
+
+ring = sb.run(attend, "ring", world_size=4).values
+sb.predict("bytes sent forward ", forward_bytes, ring[1]["forward"]["send"][1])
+sb.predict("bytes sent backward", backward_bytes, ring[1]["backward"]["send"][1])
+print("within 1e-5 of one process:", right([r["tensors"] for r in ring]))
+
+# %% [markdown]
+# Grouped queries help twice: two kv heads travel for eight heads. Note what is *not* sent in
+# proportion to: the number of query heads, or of parameters.
+#
+# ### The trace of four ranks
+#
+# Every arrow is a block of K or V going from a rank to the next; forward three rounds, backward
+# three of K and V and four of their gradients. Watch what ranks 0 and 3 do between messages.
+
+
+# %% tags=["nbval-ignore-output"]
+def traced_ring(way):
+    attention, zigzag = WAYS[way]
+    held = shard_positions(1024, dist.get_world_size(), dist.get_rank(), zigzag)
+    q, k, v, grad = qkv(held, heads=4, kv_heads=4, seq=1024, batch=1)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    attention(*leaves).backward(grad)  # first calls are slow: leave them out
+    dist.barrier()
+    with sb.trace() as t:
+        with sb.mark("forward"):
+            out = attention(*leaves)
+        with sb.mark("backward"):
+            out.backward(grad)
+    return t
+
+
+merge(sb.run(traced_ring, "ring", world_size=4).values, title="ring attention, causal")
+
+# %% [markdown]
+# ## Causal: most ranks wait
+#
+# The middle panel above. With contiguous shards a rank skips the blocks of all later ranks: rank 0
+# computes one block, rank P-1 all P of them. Skipping saves energy and no time: the ring turns at
+# the speed of the slowest, and in every step some rank has a full block to do.
+#
+# Work in blocks of (S/P)²: rank r needs r+1 where the block on the diagonal is computed whole and
+# masked. The mean is (P+1)/2, the time P. So at most `(P+1)/(2P)` of the ranks' time is used: 62.5 %
+# at 4, 56 % at 8, one half for many.
+#
+# **Zigzag** deals the sequence in 2P chunks, and rank r gets chunks r and 2P-1-r: an early one,
+# which sees little, and a late one, which sees much. From an earlier rank only its early half is
+# visible, to all own queries. From a later one both halves are, to the own late queries. Either is
+# half a block, in every step, on every rank: the right panel.
+
+# %% predict="zigzag_share"
+# What part of the whole S x S attention does a rank compute, of 4? Own block: three of the four
+# pairs of half shards (two of them masked triangles). Other blocks: two of four.
+zigzag_share = (3 + 2 * (4 - 1)) / (4 * 4**2)  # = (2P + 1) / (4 P^2)
+
+# %%
+zigzag = sb.run(attend, "zigzag", world_size=4).values
+everything = 4 * 2 * 8 * 128 * 128 * 16  # 4 B H S^2 D: two products, multiply and add
+shares = [r["flops"] / everything for r in zigzag]
+sb.predict("share of every rank, in zigzag", [zigzag_share] * 4, shares)
+print("contiguous:", [r["flops"] / everything for r in ring])
+print("within 1e-5 of one process:", right([r["tensors"] for r in zigzag], zigzag=True))
+
+# %%
+plot.bars(
+    {
+        "contiguous": {f"rank {i}": r["flops"] / everything * 16 for i, r in enumerate(ring)},
+        "zigzag": {f"rank {i}": r["flops"] / everything * 16 for i, r in enumerate(zigzag)},
+    },
+    ylabel="blocks of (S/P)²",
+    title="Work of a rank, counted",
+)
+plt.show()
+
+# %% [markdown]
+# Does equal work make equal time? Two cores can't show four kernels at once, so they are **paced**:
+# `sb.pace(ms)` sleeps for the time of a product. Messages are real and so is the plan of who
+# computes what. Predict the time of zigzag as a part of the contiguous ring's.
+
+# %% predict="predicted"
+predicted = (2 * 4 + 1) / 4 / 4  # (2P+1)/4 blocks on every rank, against P on the last
+
+# %%
+BLOCK = 80  # ms, paced: a block of S/P queries by S/P keys
+
+
+def paced_ring(plan, size=32):
+    """Seconds of a ring whose kernels sleep in proportion to their work."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    moving = [torch.zeros(1, 4, size, 16, device=sb.device()) for _ in "kv"]
+    dist.barrier()
+    start = time.monotonic()
+    for step in range(world):
+        owner = (rank - step) % world
+        if step < world - 1:
+            arriving, works = exchange(moving, None)
+        parts = plan(rank, owner, size)
+        pairs = sum(len(range(size)[rows]) * len(range(size)[cols]) for rows, cols, _ in parts)
+        if pairs:
+            sb.pace(BLOCK * pairs / size**2, f"keys of rank {owner}")
+        if step < world - 1:
+            for work in works:
+                work.wait()
+            moving = arriving
+    return time.monotonic() - start
+
+
+# %% tags=["nbval-ignore-output"]
+sb.run(paced_ring, zigzag_plan, world_size=4)  # first messages are slow: leave them out
+contiguous = sb.run(paced_ring, causal_plan, world_size=4, trace=True)
+dealt = sb.run(paced_ring, zigzag_plan, world_size=4, trace=True)
+times = [max(run.values) for run in (contiguous, dealt)]
+print(f"paced: contiguous {times[0]:.3f} s, zigzag {times[1]:.3f} s")
+print(f"zigzag / contiguous: predicted {predicted:.3f}, measured {times[1] / times[0]:.3f}")
+contiguous.trace
+
+# %% [markdown]
+# Above: rank 0 works a quarter of the time. Below: zigzag, on the same work.
+
+# %% tags=["nbval-ignore-output"]
+dealt.trace
+
+# %% [markdown]
+# zhuzilin/ring-flash-attention publishes what its rings reach of the speed that eight times as many
+# devices should give (README: causal, forward and backward, heads as in Llama-3.1-8B, 8k tokens a
+# device). Our bound for the contiguous ring at P=8 is (P+1)/(2P) = 56 %:
+#
+# | 8 devices | contiguous | zigzag | stripe |
+# |---|---|---|---|
+# | bound by imbalance | 56 % | 100 % | 100 % |
+# | H800, published | 53.9 % | 90.2 % | 82.9 % |
+# | A100, published | 52.5 % | 89.8 % | 82.6 % |
+#
+# Stripe (arXiv 2311.09431) deals single tokens, like cards: rank r has r, r+P, r+2P... Balanced too,
+# and every block is half masked, so it needs a kernel that does not compute masked pairs.
+#
+# ## Ulysses: heads for sequence
+#
+# **Ulysses** (arXiv 2309.14509) doesn't touch attention. An all-to-all before it trades positions
+# for heads, one after it trades back. In between, each rank runs any kernel on the *whole* sequence
+# of H/P heads. Causal work is balanced by itself.
+
+# %%
+draw_ulysses()
+plt.show()
+
+# %% predict="predicted"
+# Forward, with 8 heads and 8 kv heads: bytes that a rank hands to all-to-alls. A fourth part
+# of each stays at home.
+predicted = 4 * 2 * 8 * (128 // 4) * 16 * 4  # q, k, v and the output: B, H, S/P, D, fp32
+
+# %%
+table = {}
+for kv_heads in (8, 4, 2, 1):
+    for way in ("ring", "Ulysses"):
+        value = sb.run(attend, way, kv_heads=kv_heads, world_size=4).values[0]
+        table[way, kv_heads] = value["forward"]
+handed = table["Ulysses", 8]["all_to_all"]
+sb.predict("bytes handed to all-to-all", predicted, handed[1])
+for kv_heads in (8, 4, 2, 1):
+    ring_sends = table["ring", kv_heads]["send"][1]
+    ulysses_sends = table["Ulysses", kv_heads]["all_to_all"][1] * 3 // 4
+    print(
+        f"{kv_heads} kv heads: sent forward by ring {ring_sends:>7,}, by Ulysses {ulysses_sends:>7,}"
+    )
+
+try:
+    sb.run(attend, "Ulysses", heads=6, kv_heads=6, world_size=4, echo=False)
+except sb.RankError as error:
+    print(error.causes[0])
+
+# %% [markdown]
+# - **Heads.** Ulysses ends where P exceeds the heads. Fewer kv heads than ranks have to be copied
+#   (hiyouga/LLaMA-Factory#10794 reports what happens else), and the traffic stops falling: 4, 2 and
+#   1 kv heads cost the same here. A ring sends exactly the kv heads there are.
+# - **Ranks.** Per rank and in units of `B S D` values, a ring sends `2 Hkv (P-1)/P`, which hardly
+#   depends on P, Ulysses `(2H + 2Hkv) (P-1)/P²`, which falls. With Hkv = H the two are equal at
+#   P = 2, and Ulysses sends half at P = 4.
+# - **Overlap.** A ring hides its messages behind the block it computes, if the block is large
+#   enough. The all-to-alls of Ulysses stand in the open.
+#
+# When does a ring hide everything? A step of two-byte numbers sends `2 * 2 Hkv c D` bytes for a
+# chunk of c = S/P tokens and computes `4 H c² D` FLOPs, half of it under a causal mask in zigzag.
+# Without mask and with Hkv = H: c must be at least FLOPs a second over bytes a second.
+
+
+# %%
+def exposed_ms(way, seq, ranks, flops, bandwidth, heads=32, kv_heads=8, dim=128):
+    """Forward, causal, 2-byte values: computed milliseconds of messages that nothing hides."""
+    chunk = seq / ranks
+    if way == "Ulysses":
+        kv = max(kv_heads, ranks)  # of powers of two: copied until they divide
+        return 2 * (2 * heads + 2 * kv) * chunk * dim * (ranks - 1) / ranks / bandwidth * 1e3
+    compute = 2 * heads * chunk**2 * dim / flops
+    message = 2 * 2 * kv_heads * chunk * dim / bandwidth
+    return (ranks - 1) * max(0.0, message - compute) * 1e3
+
+
+H100 = 989e12  # bf16 FLOPs a second, NVIDIA's data sheet
+LINKS = {"NVLink, 450 GB/s each way": 450e9, "RDMA, 50 GB/s": 50e9}
+for name, bandwidth in LINKS.items():
+    chunk = H100 / bandwidth
+    print(
+        f"{name:26} hides a chunk of {chunk:,.0f} tokens, causal with 8 of 32 heads {chunk / 2:,.0f}"
+    )
+
+# %%
+fig, axes = plot.figure(9, 3.4, 2)
+seqs = [2**n for n in range(12, 21)]
+for ax, (name, bandwidth) in zip(axes, LINKS.items(), strict=True):
+    for way, marker in (("zigzag ring", "o-"), ("Ulysses", "s-")):
+        ms = [exposed_ms(way, s, 8, H100, bandwidth) for s in seqs]
+        ax.plot(seqs, [x or float("nan") for x in ms], marker, markersize=4, label=way)
+    ax.set(xscale="log", yscale="log", xlabel="tokens of the sequence", title=name)
+    ax.set_xticks([2**12, 2**14, 2**16, 2**18, 2**20], ["4k", "16k", "64k", "256k", "1M"])
+    ax.minorticks_off()
+axes[0].set_ylabel("exposed, ms (computed)")
+axes[0].legend()
+plt.show()
+
+# %% [markdown]
+# Computed from data sheets, for 8 ranks and a layer like Llama-3-8B's (32 heads, 8 kv heads, 128):
+# kernels reach less than the peak, which moves the ring's end to the left. Where a ring's line ends
+# its messages are hidden completely. Short sequences and many heads: Ulysses. Long sequences, few kv
+# heads or a slow link: ring. Both at once, on a mesh: the next section.
+#
+# xDiT publishes both for a diffusion transformer, where no mask unbalances the ring: Flux.1-dev on
+# H100s takes 4.30 s on one device, 1.63 s with Ulysses on four, 1.98 s with a ring on four (xDiT's
+# performance pages). 4,096 image tokens at 1024 x 1024 are 1,024 a rank: by the line above a ring
+# on NVLink is not hidden.
+#
+# ### Both: the inner group trades heads, the outer one is a ring
+#
+# The order of positions has to be that of the *outer* ring: shard in a zigzag over the outer group,
+# then cut each shard contiguously over the inner. Dealing the zigzag over all ranks looks right and
+# is a wrong mask, in silence (feifeibear/long-context-attention#53).
+
+
+# %%
+def hybrid(order):
+    """2 x 2 ranks: worst error of the output against one process."""
+    rank = dist.get_rank()
+    inner = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    everything = torch.arange(128)
+    if order == "outer ring's":
+        held = zigzag_shard(everything, 2, rank // 2, 0).chunk(2)[rank % 2]
+    else:
+        held = zigzag_shard(everything, 4, rank, 0)
+    q, k, v, _ = qkv(held)
+    q, k, v = (heads_for_sequence(x, inner) for x in (q, k, v))  # [B, H/2, S/2, D]
+    out = sequence_for_heads(zigzag_ring_attention(q, k, v, outer), inner)
+    return (out.cpu() - one_process()[0][:, :, held]).abs().max().item()
+
+
+for order in ("outer ring's", "all ranks'"):
+    worst = max(sb.run(hybrid, order, world_size=4).values)
+    print(f"zigzag in {order:12} order, within 1e-5: {worst < 1e-5}")
+
+# %% [markdown]
+# ## The positions of a shard
+#
+# The model's rotary embedding needs to know where a token stands in the *whole* sequence. A rank
+# that counts its own from 0 gets right shapes, right attention within its shard, and wrong
+# attention to all others (NVIDIA/Megatron-LM#560). `shard_positions` says what a rank holds.
+
+# %%
+for rank in range(4):
+    print(f"rank {rank}: {shard_positions(16, 4, rank).tolist()}", end="")
+    print(f"   zigzag {shard_positions(16, 4, rank, zigzag=True).tolist()}")
+
+
+# %%
+def logits_error(kind, positions):
+    """Worst error of this rank's logits, where the model is told these positions."""
+    tokens, _ = counting_batch(0)
+    held = held_positions(64, kind)
+    told = {
+        "of the shard": held,
+        "from 0": torch.arange(16),
+        "contiguous": held_positions(64, "ring"),
+    }
+    with torch.no_grad():
+        expected = tiny_lm()(tokens)[:, held]
+        model = context_parallel_(tiny_lm().to(sb.device()), kind)
+        logits = model(tokens[:, held].to(sb.device()), told[positions].to(sb.device()))
+    return (logits.cpu() - expected).abs().max().item()
+
+
+for kind, positions in (
+    ("ring", "of the shard"),
+    ("ring", "from 0"),
+    ("zigzag", "of the shard"),
+    ("zigzag", "contiguous"),
+):
+    errors = sb.run(logits_error, kind, positions, world_size=4).values
+    print(f"{kind:7} positions {positions:13} right on ranks", end=" ")
+    print([rank for rank, error in enumerate(errors) if error < 1e-4])
+
+# %% [markdown]
+# Rank 0 of the ring is right even with wrong positions: who tests one rank, or P = 1, sees nothing.
+# With zigzag data the labels have to be dealt the same way: they are the *next* token of the whole
+# sequence, so shift before you shard.
+#
+# ## The scale of the loss
+#
+# To the parameters, context parallelism is data parallelism over tokens: each rank's gradient is a
+# part of the sum. Which part depends on what the loss divides by. We compare the head's gradient
+# with one process's, for targets that all count, and for targets whose first 10 or 20 are a prompt
+# that doesn't (-100); each of 4 ranks holds 16.
+
+
+# %%
+def head_gradient(how, prompt):
+    tokens, targets = counting_batch(0)
+    targets[:, :prompt] = -100
+    kind = "whole" if how == "one process" else "ring"
+    model = context_parallel_(tiny_lm().to(sb.device()), kind)
+    if how in ("one process", "sum over ranks / all counted"):
+        context_parallel_step(model, kind, tokens, targets)
+        return model.head.weight.grad.cpu()
+    held = held_positions(64, kind)
+    logits = model(tokens[:, held].to(sb.device()), held.to(sb.device()))
+    F.cross_entropy(logits.flatten(0, 1), targets[:, held].to(sb.device()).flatten()).backward()
+    grad = model.head.weight.grad
+    dist.all_reduce(grad)
+    return (grad / 4 if how == "own mean, averaged" else grad).cpu()
+
+
+for prompt in (0, 10, 20):
+    expected = sb.run(head_gradient, "one process", prompt, world_size=1).values[0]
+    for how in ("own mean, summed", "own mean, averaged", "sum over ranks / all counted"):
+        grad = sb.run(head_gradient, how, prompt, world_size=4).values[0]
+        ok = bool((grad - expected).abs().max() < 1e-5)
+        size = (grad.norm() / expected.norm()).item()
+        print(f"prompt {prompt:2}  {how:29} right: {ok!s:5}  size {size:.2f}")
+
+# %% [markdown]
+# A factor of P hides behind Adam. A mean of means is right until a prompt or padding makes the
+# counts differ. And a rank whose targets are all masked has a mean over nothing, which is nan.
+# Divide the sum by the count of all ranks. (Reports: NVIDIA/Megatron-LM#673 and #906,
+# volcengine/verl#5983.)
+#
+# ### Cut twice
+#
+# When the data loader cuts, and the model's hook cuts again, each rank trains on S/P² tokens with
+# consistent shapes and a falling loss. Count tokens over all ranks, once, in every new set-up:
+
+# %%
+tokens, _ = counting_batch(0)
+once = [tokens[:, shard_positions(64, 4, r)] for r in range(4)]
+twice = [mine[:, shard_positions(16, 4, r)] for r, mine in enumerate(once)]
+for name, shards in (("cut once", once), ("cut twice", twice)):
+    print(f"{name:9}  tokens on all ranks {sum(s.numel() for s in shards)} of {tokens.numel()}")
+
+# %% [markdown]
+# ## Does it train?
+#
+# The small model, the same batches, AdamW: one process, and four ranks with a quarter of every
+# sequence each, by ring, zigzag and Ulysses.
+
+
+# %%
+def train(kind, steps=40, break_it=None):
+    if break_it:
+        break_it()
+    model = context_parallel_(tiny_lm().to(sb.device()), kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(context_parallel_step(model, kind, *counting_batch(step)))
+        optimizer.step()
+    return losses
+
+
+curves = {"one process": sb.run(train, "whole", world_size=1).values[0]}
+for kind in ("ring", "zigzag", "ulysses"):
+    curves[f"{kind}, 4 ranks"] = sb.run(train, kind, world_size=4).values[0]
+single, *others = curves.values()
+print("loss of the first step", round(single[0], 2), "and of the last", round(single[-1], 2))
+for name, other in list(curves.items())[1:]:
+    worst = max(abs(a - b) for a, b in zip(single, other, strict=True))
+    print(f"{name:16} within 1e-3: {worst < 1e-3}")
+(ax,) = plot.curves(curves, "step", "loss", "The four curves lie on each other").axes
+for line, style in zip(ax.lines[1:], ("-", "--", ":"), strict=True):
+    line.set(linestyle=style)
+ax.legend()
+plt.show()
+
+# %% [markdown]
+# ## PyTorch's own
+#
+# `torch.distributed.tensor.experimental.context_parallel` swaps SDPA for a ring inside a `with`
+# block. What is under it, and what libraries build on, is a ring around any kernel that returns
+# out and lse. We put our block kernel into it and compare the ring. It names zigzag "load
+# balancing", and its keys go round in one of two ways.
+
+
+# %%
+def torchs_ring(rotate, zigzag):
+    """out, dq, dk, dv and the calls of torch's ring with our kernels."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+    theirs._cp_options.enable_load_balance = zigzag
+    theirs._cp_options.rotate_method = getattr(theirs._RotateMethod, rotate)
+
+    def forward_op(q, k, v, is_causal):
+        return block_attention(q, k, v, is_causal)
+
+    def backward_op(query, key, value, out, logsumexp, is_causal, grad_out):
+        delta = (grad_out * out).sum(-1)
+        return block_attention_backward(grad_out, delta, query, key, value, logsumexp, is_causal)
+
+    held = shard_positions(128, dist.get_world_size(), dist.get_rank(), zigzag)
+    q, k, v, grad = qkv(held)
+    group = dist.group.WORLD
+    with calls.record() as forward:
+        out, lse = theirs._templated_ring_attention(group, 2, forward_op, q, k, v, is_causal=True)
+    with calls.record() as backward:
+        grads = theirs._templated_ring_attention_backward(
+            group, 2, backward_op, grad, "grad_out", q, k, v, out, lse, is_causal=True
+        )
+    return [x.cpu() for x in (out, *grads)], calls.summary(forward), calls.summary(backward)
+
+
+for rotate, balanced in (("ALL_GATHER", False), ("ALL_GATHER", True), ("ALL_TO_ALL", True)):
+    values = sb.run(torchs_ring, rotate, balanced, world_size=4).values
+    ours = [r["tensors"] for r in (zigzag if balanced else ring)]
+    pairs = [
+        (a, b) for x, y in zip(values, ours, strict=True) for a, b in zip(x[0], y, strict=True)
+    ]
+    same = max((a - b).abs().max() for a, b in pairs) < 1e-5
+    print(
+        f"{rotate}, {'zigzag' if balanced else 'contiguous'}: equal to ours within 1e-5: {bool(same)}"
+    )
+    print("   forward ", values[0][1])
+    print("   backward", values[0][2])
+print("ours\n   forward ", ring[0]["forward"], "\n   backward", ring[0]["backward"])
+
+# %% [markdown]
+# Values agree. Its default gathers all keys and values at the first step: one call, the same bytes
+# on the wire, and every rank holds K and V of the *whole* sequence while attention runs. The
+# Llama 3 report (arXiv 2407.21783) made that choice too: with 8 kv heads, K and V are small beside
+# the rest. `set_rotate_method("alltoall")` rotates: a rank then holds two blocks.
+#
+# ## A failure to provoke: stale keys in backward
+#
+# In backward, the block in a rank's hands is not the one it saved. Read K and V from
+# `ctx.saved_tensors` instead of from the ring, and everything has the right shape. Each rank is a
+# process of its own, so we can break it there.
+
+
+# %%
+def stale_backward():
+    """From now on this process's ring uses its saved keys in every step of backward."""
+    from shardbook.parallel import ring as module
+
+    backward, formula = module._Ring.backward, module.block_attention_backward
+
+    def broken(ctx, grad):
+        _, k, v, *_ = ctx.saved_tensors
+        module.block_attention_backward = lambda grad, delta, q, keys, values, lse, causal: formula(
+            grad, delta, q, k, v, lse, causal
+        )
+        try:
+            return backward(ctx, grad)
+        finally:
+            module.block_attention_backward = formula
+
+    module._Ring.backward = staticmethod(broken)
+
+
+def stale_attention():
+    stale_backward()
+    return attend("ring")["tensors"]
+
+
+print("right:", right(sb.run(stale_attention, world_size=4).values))
+
+# %%
+stale = sb.run(partial(train, break_it=stale_backward), "ring", world_size=4).values[0]
+print(
+    "finite:",
+    all(x == x and abs(x) < 1e4 for x in stale),
+    "  loss falls:",
+    stale[-1] < stale[0] - 1,
+)
+print(
+    "the right curve within 1e-3:",
+    max(abs(a - b) for a, b in zip(single, stale, strict=True)) < 1e-3,
+)
+plot.curves({"one process": single, "ring with stale keys": stale}, "step", "loss")
+plt.show()
+
+# %% [markdown]
+# The forward pass is right, nothing raises, nothing is nan, the loss falls. Inference tests pass.
+# huggingface/diffusers had exactly this: its backward kernels read K and V from `ctx.saved_tensors`
+# in every step of the ring (issue #14265, met in NVIDIA-NeMo/Automodel#3157). NVIDIA/Megatron-LM#1464
+# reports wrong dq, dk, dv under context parallelism. The test that finds it is one line: `out` *and*
+# gradients of P ranks against one process, on random data, for P > 1.
+#
+# ## bf16: the error grows with P
+#
+# Where a kernel returns its block's output in bf16, and the running output is kept in bf16, each
+# merge rounds. The whole attention rounds once. We merge P blocks both ways and compare with fp32.
+
+# %% tags=["nbval-ignore-output"]
+generator = torch.Generator().manual_seed(7)
+q, k, v = (torch.randn(1, 4, n, 32, generator=generator).to(sb.device()) for n in (64, 1024, 1024))
+exact, _ = block_attention(q, k, v, causal=False)
+print("  P   merged in bf16   in fp32, rounded once   (root mean square error)")
+for ranks in (1, 2, 4, 8, 16, 32):
+    running = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for keys, values in zip(k.chunk(ranks, 2), v.chunk(ranks, 2), strict=True):
+            out, lse = block_attention(q, keys, values, causal=False)
+            part = out.to(dtype), lse
+            running[dtype] = merge_attention(*running[dtype], *part) if dtype in running else part
+    errors = [
+        (out.bfloat16().float() - exact).square().mean().sqrt().item()
+        for out, _ in running.values()
+    ]
+    print(f"{ranks:3}   {errors[0]:.2e}         {errors[1]:.2e}")
+
+# %% [markdown]
+# zhuzilin/ring-flash-attention#42 reports it, and its README names it as a limit of kernels that
+# return bf16. Keep the running output and dk, dv in fp32, as `_Ring` does: it costs four bytes a
+# value of one shard, and twice the bytes for travelling gradients.
+#
+# ## On a real cluster
+#
+# - **Neighbours.** A ring needs each rank to be near its two neighbours only: inside a host NVLink
+#   or HCCS, and one hop of RDMA where it crosses. Ulysses is an all-to-all: keep it inside a host,
+#   put the ring across hosts.
+# - **HCCL and NCCL** run messages on streams of their own: begin them with `batch_isend_irecv`
+#   before the kernel, as `exchange` does, and wait after it. A send and a receive that are not
+#   batched can deadlock, and the buffer that is being sent must not be written. gloo on a CPU shows
+#   neither.
+# - **Kernels.** On CUDA take flash attention's own out and lse; on an Ascend NPU
+#   `npu_fusion_attention` returns the softmax's maximum and sum, from which lse = max + log(sum).
+#   MindSpeed has ring, Ulysses and hybrid context parallelism on these.
+# - **Mesh.** The group of context parallelism is a part of data parallelism for gradients: all-reduce
+#   (or FSDP's reduce-scatter) runs over both, the loss divides by the tokens of both.
+# - **Padding.** Sequences must divide by P, by 2P in a zigzag. Pad, mask the labels, and count them
+#   (the scale of the loss above).
+#
+# | published | figure | source |
+# |---|---|---|
+# | ring, zigzag, stripe, 8 H800, forward + backward | 53.9, 90.2, 82.9 % of ideal | ring-flash-attention's README |
+# | Flux.1-dev, H100: 1, Ulysses-4, Ring-4 | 4.30, 1.63, 1.98 s | xDiT's performance pages |
+# | Ours, 4 paced ranks, zigzag / contiguous | predicted 0.5625, measured above | this page |
