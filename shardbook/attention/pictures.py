@@ -48,7 +48,10 @@ def draw_roofline(workloads: dict[str, float]) -> Figure:
         )
     for name, at in workloads.items():
         ax.axvline(at, color="#555555", linestyle=":", linewidth=1.2)
-        ax.text(at * 1.06, 0.14, name, rotation=90, va="bottom", fontsize=9)
+        ax.text(
+            at * 1.08, 0.13, name, rotation=90, va="bottom", fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+        )  # fmt: skip
     ax.set(xlabel="FLOPs a byte", ylabel="attainable TFLOP/s (bf16)", ylim=(0.1, 2_000))
-    ax.legend(fontsize=8, loc="upper left")
+    ax.legend(fontsize=8, loc="lower right", framealpha=1.0, frameon=True)
     return fig
