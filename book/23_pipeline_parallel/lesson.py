@@ -1,0 +1,628 @@
+# %% [markdown]
+# # 23 · Pipeline parallel
+#
+# After this chapter you can
+# - cut a model by layers over ranks and train it, point to point, with the gradients of the whole,
+# - read and write a schedule: GPipe, 1F1B, interleaved, zero bubble,
+# - predict the bubble, the live activations and the bytes of each, and measure all three,
+# - recognise a pipeline that waits for itself, and tied embeddings that drift apart.
+#
+# Time: 60 minutes to read, two to three hours for the lab. Needs chapters 12, 13, 21 and 22.
+
+# %%
+import shardbook as sb
+
+from collections import Counter
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardbook import calls, plot
+from shardbook.memory import storage_bytes
+from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.parallel.interleaved import run_interleaved
+from shardbook.parallel.pipeline import run_pipeline, sync_tied_embeddings_
+from shardbook.parallel.pipeline_lm import Paced, idle_share, paced_timeline, split_lm
+from shardbook.parallel.pipeline_pictures import draw_schedules, draw_stages
+from shardbook.parallel.schedules import (
+    bubble_fraction,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    simulate,
+)
+
+WORLD = 4
+
+# %% [markdown]
+# ## What breaks without it?
+#
+# Tensor parallelism (chapter 22) cuts every layer and pays with all-reduces of the activations in
+# *every* layer, on the critical path. That is fine inside a server. Between two servers the link is
+# ten times slower. Is there a cut that sends less?
+#
+# Cut *between* layers. A rank has some consecutive ones, a **stage**, and passes its output on:
+
+# %%
+draw_stages([["embed", "0", "1"], ["2", "3"], ["4", "5"], ["6", "7", "head"]])
+plt.show()
+
+
+# %% [markdown]
+# Here is what one step of an eight-layer version of the small model holds and sends on four ranks
+# (B=8, S=64, D=64, fp32): weights with gradients and Adam's moments, and the bytes one rank puts on
+# the wire. An all-reduce of n bytes sends `2 (P-1)/P n` with a ring.
+
+
+# %%
+def held_and_sent(kind):
+    """(bytes of state, bytes sent) of this rank for one step."""
+    from shardbook.parallel.tensor_lm import parallel_token_loss, tensor_parallel_
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = tiny_lm(num_layers=8).to(sb.device())
+    tokens, targets = (t.to(sb.device()) for t in counting_batch(0, batch=8))
+    with calls.record() as log:
+        if kind == "pipeline":
+            model = split_lm(model, world)[rank]
+            schedule = one_f_one_b(world, 8)
+            run_pipeline(model, schedule, tokens.split(1), targets.split(1), token_loss)
+        else:
+            model = tensor_parallel_(model)
+            parallel_token_loss(model(tokens), targets).backward()
+    reduced = sum(c.nbytes for c in log if c.op == "all_reduce")
+    sent = sum(c.nbytes for c in log if c.op == "send" and c.dtype.is_floating_point)
+    return 4 * storage_bytes(model.parameters()), sent + 2 * (world - 1) * reduced // world
+
+
+whole = 4 * storage_bytes(tiny_lm(num_layers=8).parameters())
+print(f"one process          state {whole:>9,} bytes")
+for kind in ("tensor", "pipeline"):
+    found = sb.run(held_and_sent, kind, world_size=WORLD).values
+    state, sent = (max(f[i] for f in found) for i in (0, 1))
+    print(f"{kind:8} parallel    state {state:>9,} bytes    sent {sent:>9,} bytes   (largest rank)")
+
+# %% [markdown]
+# The same memory for a fraction of the bytes, and no collective at all: only neighbours talk. The
+# price is time. Let the stages work one after the other on one batch, as a model too large for one
+# device is often run first.
+#
+# From here on we want *time* of four devices, and this machine may have two cores. `Paced` wraps a
+# real stage: it computes, then sleeps until its kernel took the time we give it. The ranks, the
+# messages and the waiting are real; the kernels' time is **paced**, and says so in each trace.
+
+
+# %%
+def step_with_paced_kernels(schedule, forward_ms):
+    """One step of the eight-layer model; a backward takes twice its forward."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    m, v = 1 + max(i for _, i, _ in schedule[0]), 1 + max(c for _, _, c in schedule[0])
+    blocks = split_lm(tiny_lm(num_layers=8), p * v)
+    chunks = [
+        Paced(
+            blocks[c * p + rank].to(sb.device()), forward_ms, 2 * forward_ms, c if v > 1 else None
+        )
+        for c in range(v)
+    ]
+    tokens, targets = (t.to(sb.device()).split(1) for t in counting_batch(0, batch=m, seq=16))
+    dist.barrier()
+    if v == 1:
+        return run_pipeline(chunks[0], schedule, tokens, targets, token_loss)
+    return run_interleaved(chunks, schedule, tokens, targets, token_loss)
+
+
+# %% tags=["nbval-ignore-output"]
+result = sb.run(step_with_paced_kernels, gpipe(WORLD, 1), 40, trace=True)
+timeline = paced_timeline(result.trace)
+print(f"idle: {100 * idle_share(timeline):.0f} % of all ranks' time (paced)")
+draw_schedules({"one batch through four real ranks, paced, ms": timeline})
+plt.show()
+
+# %% [markdown]
+# One rank works, three wait: three quarters of four devices are idle, 1 - 1/p. What waits is called
+# the **bubble**.
+#
+# ## GPipe: micro-batches
+#
+# Cut the batch into m **micro-batches** and send them one after the other. While stage 1 has the
+# first, stage 0 begins the second. [GPipe](https://arxiv.org/abs/1811.06965) runs all forwards, then
+# all backwards, and the optimizer steps when all are done: gradients are those of the whole batch.
+#
+# A schedule is data: for each stage the list of ("F" or "B", micro-batch, chunk). The simulator
+# plays it against a clock: an operation starts once its rank is free and its input has arrived.
+
+# %%
+print("stage 0 of gpipe(2, 3):", gpipe(2, 3)[0])
+draw_schedules(
+    {
+        f"{m} micro-batches: bubble {simulate(gpipe(4, m))['bubble']:.0%} (simulated)": simulate(
+            gpipe(4, m), forward=8 / m, backward=16 / m
+        )["timeline"]
+        for m in (1, 2, 8)
+    }
+)
+plt.show()
+
+# %% [markdown]
+# The picture gives the closed form. The last stage is idle while p-1 forwards reach it, and again
+# while p-1 backwards leave: (p-1) slots of forward and backward. It works m of them. So the bubble
+# is **(p-1)/(m+p-1)** of the time, whatever the ratio of forward to backward.
+#
+# Predict it for 4 stages and 8 micro-batches; then four real ranks run the schedule.
+
+# %% predict="predicted"
+predicted = (4 - 1) / (8 + 4 - 1)
+
+# %%
+sb.predict("bubble, simulated", predicted, simulate(gpipe(4, 8))["bubble"])
+
+# %% tags=["nbval-ignore-output"]
+gpipe_run = sb.run(step_with_paced_kernels, gpipe(WORLD, 8), 40, world_size=WORLD, trace=True)
+measured = idle_share(paced_timeline(gpipe_run.trace))
+print(f"bubble of 4 real ranks with paced kernels: {measured:.3f}, closed form {predicted:.3f}")
+
+# %% [markdown]
+# What is above the closed form is the time of messages and of a machine that does other things. On
+# a quiet machine it is within 5 % (a test of this book holds it to that).
+#
+# A large m makes the bubble small. Three things limit it: the batch has an end; small micro-batches
+# make small, inefficient matrix products; and memory.
+#
+# ## 1F1B: the same bubble, less memory
+#
+# Under GPipe a stage keeps the activations of all m micro-batches until the first backward arrives.
+# **One forward, one backward** ([PipeDream](https://arxiv.org/abs/1806.03377)) starts backwards as
+# soon as it can. Stage s runs p-s-1 forwards to fill the pipe, then one of each in turn. It can
+# never have more than **p-s** micro-batches alive, however many there are.
+
+# %%
+draw_schedules(
+    {
+        "GPipe (simulated)": simulate(gpipe(4, 8))["timeline"],
+        "1F1B (simulated)": simulate(one_f_one_b(4, 8))["timeline"],
+    }
+)
+plt.show()
+
+# %% [markdown]
+# Predict the most micro-batches alive on ranks 0 to 3, p=4 and m=8. Then we let autograd tell: each
+# tensor that it saves for backward is wrapped in something that notices when it is let go.
+
+# %% predict="alive_gpipe alive_1f1b"
+alive_gpipe = [8, 8, 8, 8]  # m on every stage
+alive_1f1b = [4, 3, 2, 1]  # p - s
+
+
+# %%
+class Saved:
+    """Counts the bytes that autograd keeps for backward, and their peak; parameters do not count."""
+
+    def __init__(self, model):
+        self.own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.users, self.bytes, self.peak = Counter(), 0, 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: Kept(self, t), lambda kept: kept.tensor
+        )
+
+    def change(self, t, by):
+        storage = t.untyped_storage()
+        if storage.data_ptr() in self.own:
+            return
+        before = self.users[storage.data_ptr()]
+        self.users[storage.data_ptr()] += by
+        if 0 in (before, before + by):
+            self.bytes += by * storage.nbytes()
+        self.peak = max(self.peak, self.bytes)
+
+
+class Kept:
+    def __init__(self, saved, tensor):
+        self.saved, self.tensor = saved, tensor
+        saved.change(tensor, 1)
+
+    def __del__(self):
+        self.saved.change(self.tensor, -1)
+
+
+def peak_of_a_step(schedule):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    m = 1 + max(i for _, i, _ in schedule[rank])
+    stage = split_lm(tiny_lm(num_layers=4), world)[rank].to(sb.device())
+    data = [counting_batch(i, batch=1) for i in range(m)]
+    tokens, targets = zip(*[(x.to(sb.device()), y.to(sb.device())) for x, y in data], strict=True)
+    saved = Saved(stage)
+    with saved.hooks:
+        run_pipeline(stage, schedule, tokens, targets, token_loss)
+    return saved.peak
+
+
+def peaks():
+    one = peak_of_a_step(gpipe(WORLD, 1))
+    return [one, *(peak_of_a_step(make(WORLD, 8)) for make in (gpipe, one_f_one_b))]
+
+
+found = sb.run(peaks, world_size=WORLD).values
+alive = [[round(rank[i] / rank[0], 2) for rank in found] for i in (1, 2)]
+sb.predict("GPipe, micro-batches alive by rank", alive_gpipe, alive[0])
+sb.predict("1F1B, micro-batches alive by rank ", alive_1f1b, alive[1])
+
+# %% [markdown]
+# The first stage pays most, and it has the embedding as well: memory of a pipeline is uneven. If
+# even p-s micro-batches are too many, recompute activations in backward, at the cost of one more
+# forward.
+#
+# ## Interleaved: several chunks on a rank
+#
+# The pipe fills in p-1 *slots*. Make slots shorter: give each rank v **chunks** of L/(pv) layers
+# instead of one of L/p ([Megatron-LM](https://arxiv.org/abs/2104.04473)), chunk c of rank s being
+# block cp+s. A micro-batch goes round the ranks v times. The bubble shrinks to
+# **(p-1)/(vm+p-1)**. Paler boxes are the second chunk; a chunk takes half the time.
+
+# %%
+pale = simulate(interleaved(4, 8, 2), forward=0.5, backward=1.0)
+draw_schedules(
+    {
+        "1F1B (simulated)": simulate(one_f_one_b(4, 8))["timeline"],
+        "interleaved, 2 chunks a rank (simulated)": pale["timeline"],
+    }
+)
+plt.show()
+print("chunks alive by rank:", pale["peak_live"], "of half the size;  1F1B:", alive_1f1b)
+
+# %% [markdown]
+# Live chunks are 2(p-s-1)+(v-1)p+1, more memory than 1F1B. And each of the pv-1 boundaries is a
+# message, v times as many bytes. With a latency of a fifth of a forward for a message:
+
+# %%
+for v, schedule in ((1, one_f_one_b(4, 8)), (2, interleaved(4, 8, 2)), (4, interleaved(4, 8, 4))):
+    free, slow = (
+        simulate(schedule, forward=1 / v, backward=2 / v, send=send)["makespan"]
+        for send in (0.0, 0.2)
+    )
+    print(f"{v} chunks: bubble {bubble_fraction(4, 8, v):.3f}, ", end="")
+    print(f"time {free:.1f} with free messages, {slow:.1f} with slow ones (simulated)")
+
+# %% [markdown]
+# Now all three on real ranks. The trace of 1F1B is below: it *is* the Gantt chart. Follow an arrow
+# from a send to its receive, and find where rank 3 waits.
+
+# %% tags=["nbval-ignore-output"]
+runs = {
+    "GPipe": (gpipe(WORLD, 8), gpipe_run),
+    "1F1B": (
+        one_f_one_b(WORLD, 8),
+        sb.run(step_with_paced_kernels, one_f_one_b(WORLD, 8), 40, trace=True),
+    ),
+    "interleaved": (
+        interleaved(WORLD, 8, 2),
+        sb.run(step_with_paced_kernels, interleaved(WORLD, 8, 2), 20, trace=True),
+    ),
+}
+timelines = {name: paced_timeline(run.trace) for name, (_, run) in runs.items()}
+print("bubble                 measured  closed form")
+for name, (schedule, _) in runs.items():
+    print(f"{name:22} {idle_share(timelines[name]):8.3f} {simulate(schedule)['bubble']:12.3f}")
+draw_schedules({f"{name}: four real ranks, paced, ms": t for name, t in timelines.items()})
+plt.show()
+
+# %% tags=["nbval-ignore-output"]
+runs["1F1B"][1].trace
+
+# %% [markdown]
+# ## How many bytes?
+#
+# Each boundary carries, for each of m micro-batches, an activation `[b, s, h]` one way and its
+# gradient the other. Predict for the small model with p=4, m=8, b=1, s=64, h=64, fp32: what does a
+# rank in the middle send? And what does rank 1 of *two* ranks with two chunks each send?
+
+# %% predict="middle looped"
+middle = 2 * 8 * 1 * 64 * 64 * 4  # m activations to the right, m gradients to the left
+# Blocks 1 and 3 of 0..3: block 1 sends activations on, blocks 1 and 3 send gradients back.
+looped = 3 * 8 * 1 * 64 * 64 * 4
+
+
+# %%
+def bytes_sent(num_chunks):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    blocks = split_lm(tiny_lm(num_layers=4).to(sb.device()), p * num_chunks)
+    tokens, targets = (t.to(sb.device()).split(1) for t in counting_batch(0, batch=8))
+    mine = [blocks[c * p + rank] for c in range(num_chunks)]
+    schedule = interleaved(p, 8, num_chunks)
+    with calls.record() as log:
+        run_interleaved(mine, schedule, tokens, targets, token_loss)
+    return sum(c.nbytes for c in log if c.op == "send" and c.dtype.is_floating_point)
+
+
+sb.predict("bytes a middle rank of four sends", middle, sb.run(bytes_sent, 1).values[1])
+sb.predict("bytes rank 1 of two sends", looped, sb.run(bytes_sent, 2, world_size=2).values[1])
+
+# %% [markdown]
+# The number of layers is not in it. That is why pipelines go between servers. (The runner sends a
+# small header of the shape before each message, not counted here; frameworks fix the shape once.)
+#
+# ## Zero bubble: cut the backward pass
+#
+# A linear layer's backward has two parts: the gradient of its **input** (I), which the stage before
+# waits for, and that of its **weight** (W), which nobody waits for until the optimizer's step.
+
+# %%
+torch.manual_seed(0)
+linear, x = nn.Linear(6, 4), torch.randn(5, 6, requires_grad=True)
+y = linear(x)
+grad = torch.randn_like(y)
+(input_grad,) = torch.autograd.grad(y, x, grad, retain_graph=True)  # I: pass it on at once
+(weight_grad,) = torch.autograd.grad(y, linear.weight, grad)  # W: whenever there is time
+linear.zero_grad()
+linear(x).backward(grad)
+print("I and W apart are backward:", torch.allclose(x.grad, input_grad), end=", ")
+print(torch.allclose(linear.weight.grad, weight_grad))
+
+# %% [markdown]
+# Run I early and fill the bubble with W ([zero bubble](https://arxiv.org/abs/2401.10241)). PyTorch
+# has such schedules. We take the order of operations from PyTorch itself and play it with our clock:
+# F, I and W take 1 each, so a full backward takes 2. All have two chunks a rank. In the last two,
+# the chunks lie in a **V**: rank 0 has the first and the last block, so the loss is where the data
+# is, and a micro-batch turns round on the last rank without a message.
+
+# %%
+from shardbook.parallel.zero_bubble import by_block, play, torch_order
+
+orders = {"1F1B": by_block(one_f_one_b(4, 8)), "interleaved": by_block(interleaved(4, 8, 2))}
+for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+    orders[name] = torch_order(name, 4, 8)
+whole_stage = {"F": 2.0, "B": 4.0}  # 1F1B has one stage where the others have two chunks
+played = {
+    name: play(order, whole_stage) if name == "1F1B" else play(order)
+    for name, order in orders.items()
+}
+print("simulated               time   bubble   alive by rank (halves of a stage)")
+for name, r in played.items():
+    halves = [n * (2 if name == "1F1B" else 1) for n in r["peak_live"]]
+    print(f"{name:22} {r['makespan']:5.0f} {r['bubble']:8.3f}   {halves}")
+draw_schedules({f"{name} (simulated)": r["timeline"] for name, r in played.items()})
+plt.show()
+
+# %% [markdown]
+# - The zero-bubble orders hold as much on every rank, no more (ZBV) or little more (DualPipeV) than
+#   1F1B holds on rank 0. In the V this comes about by itself: the rank with the oldest activations
+#   of the first chunk has the youngest of the second.
+# - [DualPipe](https://arxiv.org/abs/2412.19437) pairs a forward with a backward so that the
+#   all-to-all of one hides behind the arithmetic of the other. Our clock runs such a pair one after
+#   the other, so it shows the order and not that gain.
+# - F = I = W is an assumption. Attention has no weights, so its W is 0 and its I is larger.
+#   Long sequences open the bubble again: change the costs.
+
+# %%
+print("bubble (simulated)     ", "  ".join(f"I={i:.1f} W={3 - i - 1:.1f}" for i in (1.0, 1.3, 1.6)))
+for name in ("interleaved", "InterleavedZeroBubble", "ZBVZeroBubble"):
+    costs = [{"F": 1.0, "I": i, "W": 2 - i, "B": 2.0} for i in (1.0, 1.3, 1.6)]
+    print(f"{name:22} ", "        ".join(f"{play(orders[name], c)['bubble']:.3f}" for c in costs))
+
+# %% [markdown]
+# ## The loss curves coincide
+#
+# The small model of this book (two layers), four ranks: embedding, layer, layer, head. 30 steps of
+# the counting task, a batch of 8 in 4 micro-batches.
+
+
+# %%
+def losses(strategy, tied=None, steps=30):
+    """Loss by step on the last rank. tied: None, "summed" or "forgotten"."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    model = tiny_lm().to(sb.device())
+    if tied:
+        model.head.weight = model.embed.weight  # one Parameter, until it is cut
+    v = 2 if strategy == "interleaved" else 1
+    stages = split_lm(model, p * v) if strategy else [model]
+    chunks = nn.ModuleList(stages[c * p + rank] for c in range(v))
+    first = model.embed.weight if rank == 0 else None
+    last = model.head.weight if rank == p - 1 else None
+    make = {"GPipe": gpipe, "1F1B": one_f_one_b, "interleaved": lambda p, m: interleaved(p, m, 2)}
+    optimizer, curve = torch.optim.AdamW(chunks.parameters(), lr=3e-3), []
+    for step in range(steps):
+        tokens, targets = (t.to(sb.device()) for t in counting_batch(step, batch=8))
+        optimizer.zero_grad()
+        if strategy:
+            parts = tokens.split(2), targets.split(2)
+            loss = run_interleaved(chunks, make[strategy](p, 4), *parts, token_loss)
+        else:
+            loss = token_loss(model(tokens), targets)
+            loss.backward()
+        if tied == "summed":
+            sync_tied_embeddings_(first, last)
+        optimizer.step()
+        curve.append(None if loss is None else loss.item())
+    weights = [None if w is None else w.detach().cpu() for w in (first, last)]
+    return curve, weights
+
+
+def several(strategies, tied=None):
+    return {s: losses(s, tied) for s in strategies}
+
+
+alone = sb.run(losses, None, world_size=1).values[0][0]
+curves = {"one process": alone}
+found = sb.run(several, ["GPipe", "1F1B"], world_size=4).values[3]
+found |= sb.run(several, ["interleaved"], world_size=2).values[1]
+curves |= {name: curve for name, (curve, _) in found.items()}
+plot.curves(curves, "step", "loss", "four ways, one curve")
+plt.show()
+for name, curve in curves.items():
+    worst = max(abs(a - b) for a, b in zip(curve, alone, strict=True))
+    print(f"{name:12} loss {curve[0]:.2f} -> {curve[-1]:.2f}, on the curve of one: {worst < 1e-3}")
+
+# %% [markdown]
+# ## Tied embeddings
+#
+# Many models use the embedding's weight as the head's. One process has one Parameter, and autograd
+# adds up both uses. In a pipeline the first and the last stage each have a *copy*. Each gets the
+# gradient of its own use, and each optimizer goes its own way. The forward pass stays plausible, no
+# error appears; the model is simply not tied any more.
+
+# %%
+one = sb.run(losses, None, "forgotten", world_size=1).values[0]  # one Parameter: nothing to sum
+tied_alone = one[0]
+curves = {"one process, tied": tied_alone}
+for tied in ("summed", "forgotten"):
+    ranks = sb.run(losses, "1F1B", tied, world_size=4).values
+    curves["gradients " + tied] = ranks[3][0]
+    apart = (ranks[0][1][0] - ranks[3][1][1]).abs().max().item()
+    worst = max(abs(a - b) for a, b in zip(ranks[3][0], tied_alone, strict=True))
+    print(
+        f"gradients {tied:9}  copies equal: {apart == 0!s:5}  curve of one process: {worst < 1e-3}"
+    )
+plot.curves(curves, "step", "loss")
+plt.show()
+
+# %% [markdown]
+# The gradients have to be *summed* over the two ranks, before clipping and before the step. Only
+# these two take part; an all-reduce over the whole pipeline would make the ranks between carry it.
+#
+# With data parallelism there are two sums, and their order matters once gradients are sharded. Some
+# frameworks reduce-scattered over the data-parallel ranks first; the embedding and the head lie at
+# different places of their stage's flat buffer, so the shards that were then added did not belong
+# together ([Megatron-LM#844](https://github.com/NVIDIA/Megatron-LM/issues/844)).
+#
+# ## A failure to provoke: everyone sends
+#
+# The runner above never waits for a send. Replace `isend` by `send`, which comes back when the other
+# side has received, and run 1F1B with two stages. Its steady state is one forward and one backward
+# in turn. Who sends to whom at that moment?
+
+
+# %%
+def blocking_1f1b():
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    x, grad = torch.randn(2, 5, 8).to(sb.device())
+    for kind, _, _ in one_f_one_b(last + 1, 4)[rank]:
+        if kind == "F":
+            if rank > 0:
+                dist.recv(x, rank - 1)
+            if rank < last:
+                dist.send(x, rank + 1)  # the next activation
+        else:
+            if rank < last:
+                dist.recv(grad, rank + 1)
+            if rank > 0:
+                dist.send(grad, rank - 1)  # the first gradient
+
+
+try:
+    sb.run(blocking_1f1b, world_size=2, timeout=30, echo=False)
+except sb.RankError as error:
+    print(error)
+    print("hung:", error.hung)
+
+# %% [markdown]
+# Rank 0 offers the activation of its second micro-batch and will only then receive a gradient. Rank
+# 1 offers the gradient of the first and will only then receive an activation. The schedule is right,
+# the simulator plays it; what hangs is the *order of messages*, which is not in the schedule. Three
+# remedies: `isend` and go on (and keep the tensor alive until the send is done), hand a send and a
+# receive over together with `batch_isend_irecv`, or let even ranks send first and odd ranks receive
+# first.
+#
+# Public reports: a pipeline that waits in SEND on both sides
+# ([pytorch#172668](https://github.com/pytorch/pytorch/issues/172668)); with two ranks the next and
+# the previous rank are the same, and activations are taken for gradients
+# ([Megatron-LM#1450](https://github.com/NVIDIA/Megatron-LM/issues/1450), and the reason why our
+# interleaved runner takes a rank's messages in the order in which *it* sends); a fixed order in the
+# exchange of *shapes*
+# ([Megatron-LM#5100](https://github.com/NVIDIA/Megatron-LM/issues/5100)).
+#
+# Two more traps:
+#
+# - **Wiped gradients.** A step must add to `.grad`. A library that re-initialised its stages whenever
+#   the sequence length changed cleared gradients in between; only the last part of an accumulated
+#   batch trained, and the loss, which is summed apart, looked fine
+#   ([Automodel#3530](https://github.com/NVIDIA-NeMo/Automodel/pull/3530)).
+# - **The gap in the list is not the bubble.** PyTorch pads its lists with `None` to draw them. Count
+#   those and you get a wrong bubble: simulate.
+#
+# ## Beside PyTorch's own
+#
+# The same four stages under `torch.distributed.pipelining`. Gradients, floating-point bytes sent and
+# the peak of saved activations, in micro-batches, of rank 1.
+
+
+# %%
+def beside(strategy):
+    """(loss, gradients, bytes sent, peak bytes saved) of the second of two steps."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    part = split_lm(tiny_lm(num_layers=4), world)[rank].to(sb.device())
+    tokens, targets = (t.to(sb.device()) for t in counting_batch(0, batch=8))
+    if strategy.startswith("torch"):
+        make = ScheduleGPipe if "GPipe" in strategy else Schedule1F1B
+        stage = PipelineStage(part, rank, world, sb.device())
+        schedule = make(stage, n_microbatches=8, loss_fn=token_loss)
+    else:
+        schedule = (gpipe if "GPipe" in strategy else one_f_one_b)(world, 8)
+    for _ in range(2):  # PyTorch's first step exchanges shapes
+        part.zero_grad()
+        saved, losses = Saved(part), []
+        with calls.record() as log, saved.hooks:
+            if not strategy.startswith("torch"):
+                parts = [t.clone() for t in tokens.split(1)], targets.split(1)
+                loss = run_pipeline(part, schedule, *parts, token_loss)
+            elif rank == 0:
+                schedule.step(tokens)
+            elif rank == world - 1:
+                schedule.step(target=targets, losses=losses)
+                loss = torch.stack(losses).mean()
+            else:
+                schedule.step()
+    sent = sum(c.nbytes for c in log if c.op == "send" and c.dtype.is_floating_point)
+    grads = torch.cat([p.grad.flatten() for p in part.parameters()]).cpu()
+    return loss.item() if rank == world - 1 else None, grads, sent, saved.peak
+
+
+def all_beside(strategies):
+    one = peak_of_a_step(gpipe(WORLD, 1))
+    return [
+        (loss, g, sent, round(peak / one, 1)) for loss, g, sent, peak in map(beside, strategies)
+    ]
+
+
+strategies = ["GPipe", "torch GPipe", "1F1B", "torch 1F1B"]
+by_rank = sb.run(all_beside, strategies, world_size=WORLD).values
+for i, name in enumerate(strategies):
+    off = max((rank[i][1] - rank[0][1]).abs().max().item() for rank in by_rank)
+    print(f"{name:12} rank 1 sent {by_rank[1][i][2]:,} bytes, alive {by_rank[1][i][3]}", end="")
+    print(
+        f", loss and gradients as ours: {off < 1e-5 and abs(by_rank[3][i][0] - by_rank[3][0][0]) < 1e-5}"
+    )
+
+# %% [markdown]
+# ## On a real cluster
+#
+# - **Where the cut goes.** Tensor parallel inside a server (HCCS, NVLink), pipeline between servers
+#   (RDMA over RoCE or InfiniBand), data parallel around both. A boundary message is `b s h` elements;
+#   with tensor parallelism inside the stage, each of t ranks needs to send only its 1/t of it.
+# - **NPU and HCCL.** Point-to-point goes through `dist.batch_isend_irecv` with HCCL as with NCCL, and
+#   runs on a stream: a `send` returns before the data has left, so the deadlock above appears at the
+#   next synchronisation, as a timeout (`HCCL_EXEC_TIMEOUT`) and not in the line that caused it.
+#   Sends and receives of one pair of ranks share a communicator and run in the order they were
+#   given. The `isend` of this chapter keeps its tensor; there it also must not be overwritten.
+# - **CUDA and NCCL.** The first unbatched send between two ranks creates a communicator for the pair,
+#   and creating these in different orders on different ranks can hang by itself. Warm each pair up
+#   once, or use the batched form.
+# - **Balance.** The slowest stage sets the pace. The head's matrix of `h x V` can cost as much as
+#   several layers, and the first stage has the most activations. Give the ends fewer layers.
+# - **Batch.** The bubble wants m well above p; the global batch is m x b x the data-parallel size.
+#
+# Published figures, to set beside ours:
+#
+# | what | figure | source |
+# |---|---|---|
+# | interleaving | throughput over 10 % higher at comparable memory | Megatron-LM, [arXiv 2104.04473](https://arxiv.org/abs/2104.04473) |
+# | tensor x pipeline x data, a model of 1T parameters | 502 PFLOP/s on 3072 GPUs, 52 % of peak each | the same |
+# | zero bubble | up to 23 % over 1F1B at similar memory, 31 % with more | [arXiv 2401.10241](https://arxiv.org/abs/2401.10241) |
+#
+# Ours above, simulated for p=4, m=8: 1F1B takes 66 where interleaving takes 57 (16 % more
+# throughput) and the zero-bubble orders 51 (29 %), with messages for free and equal costs. On a
+# cluster they are not.
+#
+# Now write it: [the lab](../labs/23_pipeline_parallel.ipynb).

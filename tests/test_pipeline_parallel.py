@@ -1,0 +1,300 @@
+"""Pipelines beyond the checks: PyTorch's own orders and schedules, bubbles kept by a clock."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardbook as sb
+from shardbook import calls
+from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.parallel.interleaved import run_interleaved
+from shardbook.parallel.pipeline import run_pipeline, sync_tied_embeddings_
+from shardbook.parallel.pipeline_lm import Paced, Stage, idle_share, paced_timeline, split_lm
+from shardbook.parallel.pipeline_pictures import draw_schedules, draw_stages
+from shardbook.parallel.schedules import (
+    bubble_fraction,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    simulate,
+)
+from shardbook.parallel.zero_bubble import by_block, play, torch_order
+
+OURS = {"GPipe": gpipe, "1F1B": one_f_one_b, "Interleaved1F1B": lambda p, m: interleaved(p, m, 2)}
+
+
+# ---- schedules against PyTorch's own
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("p, m", [(4, 8), (2, 4), (3, 6)])
+def test_time_and_memory_are_those_of_pytorchs_order(name, p, m):
+    ours, theirs = play(by_block(OURS[name](p, m))), play(torch_order(name, p, m))
+    assert ours["makespan"] == theirs["makespan"]
+    assert ours["peak_live"] == theirs["peak_live"]
+    assert simulate(OURS[name](p, m))["makespan"] == ours["makespan"]
+
+
+def test_order_is_pytorchs():
+    assert by_block(one_f_one_b(4, 8)) == torch_order("1F1B", 4, 8)
+    assert by_block(interleaved(4, 8, 2)) == torch_order("Interleaved1F1B", 4, 8)
+
+
+@pytest.mark.parametrize(
+    "name, makespan, bubble, live",
+    [
+        ("GPipe", 33, 0.2727, [8, 8, 8, 8]),
+        ("1F1B", 33, 0.2727, [4, 3, 2, 1]),
+        ("Interleaved1F1B", 57, 0.1579, [11, 9, 7, 5]),
+        ("InterleavedZeroBubble", 51, 0.0588, [8, 8, 8, 8]),
+        ("ZBVZeroBubble", 51, 0.0588, [8, 8, 8, 8]),
+        ("DualPipeV", 51, 0.0588, [9, 9, 9, 9]),
+    ],
+)
+def test_pytorchs_orders_on_our_clock(name, makespan, bubble, live):
+    played = play(torch_order(name, 4, 8))
+    assert played["makespan"] == makespan
+    assert played["bubble"] == pytest.approx(bubble, abs=1e-4)
+    assert played["peak_live"] == live
+    work = {  # every micro-batch's forward, and both parts of its backward, once a block
+        (part, i, block)
+        for _, kind, i, block, _, _ in played["timeline"]
+        for part in {"F": "F", "B": "IW"}.get(kind, kind)
+    }
+    blocks = 4 if name in ("GPipe", "1F1B") else 8
+    assert work == {(k, i, b) for k in "FIW" for i in range(8) for b in range(blocks)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    p=st.integers(1, 6),
+    rounds=st.integers(1, 4),
+    v=st.integers(1, 4),
+    forward=st.sampled_from([1.0, 2.5]),
+    backward=st.sampled_from([1.0, 2.0, 3.5]),
+)
+def test_closed_forms(p, rounds, v, forward, backward):
+    m = p * rounds
+    for schedule, chunks in ((gpipe(p, m), 1), (one_f_one_b(p, m), 1), (interleaved(p, m, v), v)):
+        result = simulate(schedule, forward, backward)
+        assert result["makespan"] == (chunks * m + p - 1) * (forward + backward)
+        assert result["bubble"] == pytest.approx(bubble_fraction(p, m, chunks))
+        cost = {"F": forward, "B": backward}
+        again = play(by_block(schedule), cost)
+        assert again["makespan"] == result["makespan"]
+        assert again["peak_live"] == result["peak_live"]
+        late = simulate(schedule, forward, backward, send=0.5)["makespan"]
+        assert late >= result["makespan"]
+        assert late == play(by_block(schedule), cost, send=0.5)["makespan"]
+
+
+def test_play_refuses_a_deadlock():
+    with pytest.raises(ValueError, match=r"deadlocks: rank 0 at \('W', 0, 0\)"):
+        play([[("F", 0, 0), ("W", 0, 0), ("I", 0, 0)]])
+
+
+# ---- real ranks
+
+
+def chunks_of(num_chunks, num_layers=4):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    blocks = split_lm(tiny_lm(num_layers=num_layers), p * num_chunks)
+    return torch.nn.ModuleList(blocks[c * p + rank] for c in range(num_chunks)).to(sb.device())
+
+
+def paced_step(schedule, forward):
+    """A step whose kernels take `forward` ms, and twice that in backward."""
+    m, v = 1 + max(i for _, i, _ in schedule[0]), 1 + max(c for _, _, c in schedule[0])
+    stages = [
+        Paced(chunk, forward, 2 * forward, c if v > 1 else None)
+        for c, chunk in enumerate(chunks_of(v, num_layers=4 * v))
+    ]
+    tokens, targets = (t.to(sb.device()).split(1) for t in counting_batch(0, batch=m, seq=8))
+    dist.barrier()
+    run_interleaved(stages, schedule, tokens, targets, token_loss)
+
+
+def lateness(times=20):
+    """How late this rank's sleeps of 10 ms end, in ms, on average; with all ranks at it."""
+    start = time.monotonic()
+    for _ in range(times):
+        time.sleep(0.01)
+    return (time.monotonic() - start) / times * 1000 - 10
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_measured_bubble_is_the_closed_form(name):
+    schedule = OURS[name](4, 8)
+    wanted = simulate(schedule)["bubble"]
+    measured = 1.0
+    for forward in (20, 40, 80):  # messages take the same time beside longer kernels
+        timeline = paced_timeline(sb.run(paced_step, schedule, forward, trace=True).trace)
+        orders = [[op[1:4] for op in timeline if op[0] == rank] for rank in range(4)]
+        assert orders == schedule, "each rank ran its schedule, in order"
+        measured = min(measured, idle_share(timeline))
+        assert measured > 0.99 * wanted, "no run can beat the closed form"
+        if measured <= 1.05 * wanted:
+            return
+    late = max(sb.run(lateness).values)
+    # A quiet machine is a fraction of a millisecond late; this is no judgement of the schedule.
+    if late > 1 or os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
+        pytest.skip(
+            f"this machine is too busy to keep time: sleeps end {late:.1f} ms late on average, "
+            f"bubble {measured:.3f} instead of {wanted:.3f}"
+        )
+    assert measured == pytest.approx(wanted, rel=0.05)
+
+
+BATCH = {"batch": 8, "seq": 16}  # in four micro-batches
+
+
+def step(strategy, num_chunks=1):
+    """(loss, gradients by parameter, bytes of floats sent) of this rank."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    chunks = chunks_of(num_chunks)
+    tokens, targets = (t.to(sb.device()) for t in counting_batch(0, **BATCH))
+    if strategy in OURS:
+        make = OURS[strategy] if num_chunks == 1 else lambda p, m: interleaved(p, m, num_chunks)
+        args = make(p, 4), tokens.split(2), targets.split(2), token_loss
+        with calls.record() as log:
+            if num_chunks == 1:
+                loss = run_pipeline(chunks[0], *args)
+            else:
+                loss = run_interleaved(chunks, *args)
+    else:
+        from torch.distributed import pipelining
+
+        stages = [
+            pipelining.PipelineStage(chunk, c * p + rank, p * num_chunks, sb.device())
+            for c, chunk in enumerate(chunks)
+        ]
+        make = getattr(pipelining, strategy)
+        schedule = make(stages if num_chunks > 1 else stages[0], 4, loss_fn=token_loss)
+        for _ in range(2):  # the first step exchanges shapes
+            chunks.zero_grad()
+            losses = []
+            with calls.record() as log:
+                inputs = (tokens,) if rank == 0 else ()
+                last = {"target": targets, "losses": losses} if rank == p - 1 else {}
+                schedule.step(*inputs, **last)
+        loss = torch.stack(losses).mean() if losses else None
+    sent = sum(c.nbytes for c in log if c.op == "send" and c.dtype.is_floating_point)
+    grads = [q.grad.cpu() for q in chunks.parameters()]
+    return None if loss is None else loss.item(), grads, sent
+
+
+def all_steps(cases):
+    return [step(*case) for case in cases]
+
+
+@pytest.mark.parametrize(
+    "p, cases",
+    [
+        (4, [("GPipe",), ("1F1B",), ("ScheduleGPipe",), ("Schedule1F1B",)]),
+        (2, [("Interleaved1F1B", 2), ("ScheduleInterleaved1F1B", 2)]),
+        (1, [("Interleaved1F1B", 2), ("1F1B",)]),
+    ],
+)
+def test_steps_equal_one_process_and_pytorchs(p, cases):
+    model = tiny_lm(num_layers=4)
+    tokens, targets = counting_batch(0, **BATCH)
+    loss = token_loss(model(tokens), targets)
+    loss.backward()
+    for rank, found in enumerate(sb.run(all_steps, cases, world_size=p).values):
+        for case, (got, grads, sent) in zip(cases, found, strict=True):
+            v = case[1] if len(case) > 1 else 1
+            own = [c * p + rank for c in range(v)]  # blocks
+            blocks = split_lm(model, p * v)
+            wanted = [q.grad for block in own for q in blocks[block].parameters()]
+            for g, w in zip(grads, wanted, strict=True):
+                assert torch.allclose(g, w, atol=1e-5), case  # sums in another order
+            assert (got is None) == (rank != p - 1)
+            if got is not None:
+                assert got == pytest.approx(loss.item(), abs=1e-5)
+            # An activation to every block after, a gradient to every block before: m b s h each.
+            boundaries = sum((b < p * v - 1) + (b > 0) for b in own) if p > 1 else 0
+            assert sent == boundaries * 4 * 2 * 16 * 64 * 4, case
+
+
+def refused():
+    stage, messages = chunks_of(1, num_layers=2)[0], []
+    for call in (
+        lambda: run_pipeline(stage, gpipe(3, 2), None, None, token_loss),
+        lambda: run_interleaved([stage], gpipe(3, 2), None, None, token_loss),
+        lambda: run_interleaved([stage, stage], gpipe(2, 2), None, None, token_loss),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_schedule_that_does_not_fit_is_refused():
+    wrong = "the schedule has 3 stages, expected one a rank (2)"
+    chunks = "the schedule does not use the 2 chunks of rank 0"
+    assert sb.run(refused, world_size=2).values[0] == [wrong, wrong, chunks]
+
+
+def tied_training(summed):
+    """Losses and both copies' weights after five steps with one weight at both ends."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    model = tiny_lm().to(sb.device())
+    model.head.weight = model.embed.weight
+    part, losses = split_lm(model, p)[rank], []
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.05)
+    first = model.embed.weight if rank == 0 else None
+    last = model.head.weight if rank == p - 1 else None
+    for i in range(5):
+        tokens, targets = (t.to(sb.device()).split(1) for t in counting_batch(i, batch=4))
+        optimizer.zero_grad()
+        loss = run_pipeline(part, one_f_one_b(p, 4), tokens, targets, token_loss)
+        if summed:
+            sync_tied_embeddings_(first, last)
+        optimizer.step()
+        losses.append(None if loss is None else loss.item())
+    held = first if first is not None else last
+    return losses, None if held is None else held.detach().cpu()
+
+
+def test_tied_embeddings_stay_tied():
+    alone, weight = sb.run(tied_training, True, world_size=1).values[0]
+    ranks = sb.run(tied_training, True, world_size=4).values
+    assert ranks[3][0] == pytest.approx(alone, abs=1e-4)  # five steps of SGD
+    assert torch.equal(ranks[0][1], ranks[3][1])
+    assert torch.allclose(ranks[0][1], weight, atol=1e-5)
+    apart = sb.run(tied_training, False, world_size=4).values
+    assert (apart[0][1] - apart[3][1]).abs().max() > 1e-3, "without the sum they drift apart"
+
+
+# ---- stages and pictures
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
+def test_stages_compose_to_the_model(stages):
+    model = tiny_lm(num_layers=4)
+    tokens = counting_batch(0, seq=9)[0]
+    parts = split_lm(model, stages)
+    assert torch.equal(torch.nn.Sequential(*parts)(tokens), model(tokens))
+    held = [p for part in parts for p in part.parameters()]
+    assert len(held) == len(list(model.parameters())), "each parameter in one stage"
+    assert all(isinstance(part, Stage) for part in parts)
+
+
+def test_stages_that_do_not_fit():
+    for stages in (0, 5, 7):
+        with pytest.raises(ValueError, match=f"4 blocks do not make {stages} stages"):
+            split_lm(tiny_lm(num_layers=4), stages)
+
+
+def test_pictures_draw_every_operation():
+    timeline = simulate(interleaved(2, 4, 2))["timeline"]
+    fig = draw_schedules({"a": timeline, "b": play(torch_order("ZBVZeroBubble", 2, 4))["timeline"]})
+    assert len(fig.axes[0].collections) == len(timeline)
+    assert [ax.get_title(loc="left") for ax in fig.axes] == ["a", "b"]
+    labels = [t.get_text() for t in draw_stages([["embed"], ["head"]]).axes[0].texts]
+    assert {"embed", "head", "rank 0", "rank 1", "[b, s, h]"} <= set(labels)
