@@ -159,9 +159,10 @@ print(
 
 # %% [markdown]
 # Written like this, it fails as soon as a score is large: `exp(89)` is infinite in fp32, and
-# infinity over infinity is not a number. Far below zero, it divides zero by zero. Only differences may be exponentiated. This was an issue
-# of several public implementations (zhuzilin/ring-flash-attention#34, jzhang38/EasyContext#14);
-# their fix is `lse_a - logsigmoid(lse_a - lse_b)`, ours takes the larger one out.
+# infinity over infinity is not a number. Far below zero, it divides zero by zero. Only differences
+# may be exponentiated. This was an issue of several public implementations
+# (zhuzilin/ring-flash-attention#34, jzhang38/EasyContext#14); their fix is
+# `lse_a - logsigmoid(lse_a - lse_b)`, ours takes the larger one out.
 
 # %%
 out_a, out_b = a[0], b[0]
@@ -288,9 +289,9 @@ merge(sb.run(traced_ring, "ring", world_size=4).values, title="ring attention, c
 # computes one block, rank P-1 all P of them. Skipping saves energy and no time: the ring turns at
 # the speed of the slowest, and in every step some rank has a full block to do.
 #
-# Work in blocks of (S/P)²: rank r needs r+1 where the block on the diagonal is computed whole and
-# masked. The mean is (P+1)/2, the time P. So at most `(P+1)/(2P)` of the ranks' time is used: 62.5 %
-# at 4, 56 % at 8, one half for many.
+# Work in blocks of (S/P)²: rank r needs r+1 where, unlike in the picture, the diagonal block is
+# computed whole and masked. The mean is (P+1)/2, the time P. So at most `(P+1)/(2P)` of the ranks'
+# time is used: 62.5 % at 4, 56 % at 8, one half for many.
 #
 # **Zigzag** deals the sequence in 2P chunks, and rank r gets chunks r and 2P-1-r: an early one,
 # which sees little, and a late one, which sees much. From an earlier rank only its early half is
@@ -330,7 +331,7 @@ plt.show()
 predicted = (2 * 4 + 1) / 4 / 4  # (2P+1)/4 blocks on every rank, against P on the last
 
 # %%
-BLOCK = 80  # ms, paced: a block of S/P queries by S/P keys
+BLOCK = 200  # ms, paced: a block of S/P queries by S/P keys
 
 
 def paced_ring(plan, size=32):
@@ -351,25 +352,29 @@ def paced_ring(plan, size=32):
             for work in works:
                 work.wait()
             moving = arriving
+    dist.barrier()  # until the last rank has done its part
     return time.monotonic() - start
 
 
-# %% tags=["nbval-ignore-output"]
-sb.run(paced_ring, zigzag_plan, world_size=4)  # first messages are slow: leave them out
-contiguous = sb.run(paced_ring, causal_plan, world_size=4, trace=True)
-dealt = sb.run(paced_ring, zigzag_plan, world_size=4, trace=True)
-times = [max(run.values) for run in (contiguous, dealt)]
-print(f"paced: contiguous {times[0]:.3f} s, zigzag {times[1]:.3f} s")
-print(f"zigzag / contiguous: predicted {predicted:.3f}, measured {times[1] / times[0]:.3f}")
-contiguous.trace
+def paced_rings():
+    paced_ring(lambda *_: [])  # first messages are slow: a ring without work
+    with sb.trace() as t:
+        with sb.mark("contiguous"):
+            contiguous = paced_ring(causal_plan)
+        with sb.mark("zigzag"):
+            zigzag = paced_ring(zigzag_plan)
+    return contiguous, zigzag, t
 
-# %% [markdown]
-# Above: rank 0 works a quarter of the time. Below: zigzag, on the same work.
 
 # %% tags=["nbval-ignore-output"]
-dealt.trace
+*_, (contiguous, dealt, _) = values = sb.run(paced_rings, world_size=4).values
+print(f"paced: contiguous {contiguous:.3f} s, zigzag {dealt:.3f} s")
+print(f"zigzag / contiguous: predicted {predicted:.3f}, measured {dealt / contiguous:.3f}")
+merge([t for *_, t in values], title="paced: a causal ring, contiguous, then in a zigzag")
 
 # %% [markdown]
+# On the left rank 0 works a quarter of the time, on the right everybody works until the end.
+#
 # zhuzilin/ring-flash-attention publishes what its rings reach of the speed that eight times as many
 # devices should give (README: causal, forward and backward, heads as in Llama-3.1-8B, 8k tokens a
 # device). Our bound for the contiguous ring at P=8 is (P+1)/(2P) = 56 %:
@@ -398,12 +403,14 @@ plt.show()
 # of each stays at home.
 predicted = 4 * 2 * 8 * (128 // 4) * 16 * 4  # q, k, v and the output: B, H, S/P, D, fp32
 
+
 # %%
-table = {}
-for kv_heads in (8, 4, 2, 1):
-    for way in ("ring", "Ulysses"):
-        value = sb.run(attend, way, kv_heads=kv_heads, world_size=4).values[0]
-        table[way, kv_heads] = value["forward"]
+def forward_calls():
+    cases = [(way, kv_heads) for way in ("ring", "Ulysses") for kv_heads in (8, 4, 2, 1)]
+    return {(way, n): attend(way, kv_heads=n)["forward"] for way, n in cases}
+
+
+table = sb.run(forward_calls, world_size=4).values[0]
 handed = table["Ulysses", 8]["all_to_all"]
 sb.predict("bytes handed to all-to-all", predicted, handed[1])
 for kv_heads in (8, 4, 2, 1):
@@ -468,10 +475,11 @@ axes[0].legend()
 plt.show()
 
 # %% [markdown]
-# Computed from data sheets, for 8 ranks and a layer like Llama-3-8B's (32 heads, 8 kv heads, 128):
-# kernels reach less than the peak, which moves the ring's end to the left. Where a ring's line ends
-# its messages are hidden completely. Short sequences and many heads: Ulysses. Long sequences, few kv
-# heads or a slow link: ring. Both at once, on a mesh: the next section.
+# Computed from data sheets, for 8 ranks and a layer like Llama-3-8B's (32 heads, 8 kv heads, 128),
+# without latencies: kernels reach less than the peak, which moves the ring's end to the left, and
+# small messages take longer than their bytes. Where a ring's line ends, its messages are hidden
+# completely. Over the slow link Ulysses wins up to some 32k tokens, the ring beyond. With few kv
+# heads on a fast link the ring has little to hide. Both at once, on a mesh: the next section.
 #
 # xDiT publishes both for a diffusion transformer, where no mask unbalances the ring: Flux.1-dev on
 # H100s takes 4.30 s on one device, 1.63 s with Ulysses on four, 1.98 s with a ring on four (xDiT's
@@ -486,25 +494,28 @@ plt.show()
 
 
 # %%
-def hybrid(order):
-    """2 x 2 ranks: worst error of the output against one process."""
+def hybrid():
+    """2 x 2 ranks, two orders: worst error of the output against one process."""
     rank = dist.get_rank()
     inner = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    everything = torch.arange(128)
-    if order == "outer ring's":
-        held = zigzag_shard(everything, 2, rank // 2, 0).chunk(2)[rank % 2]
-    else:
-        held = zigzag_shard(everything, 4, rank, 0)
-    q, k, v, _ = qkv(held)
-    q, k, v = (heads_for_sequence(x, inner) for x in (q, k, v))  # [B, H/2, S/2, D]
-    out = sequence_for_heads(zigzag_ring_attention(q, k, v, outer), inner)
-    return (out.cpu() - one_process()[0][:, :, held]).abs().max().item()
+    everything, errors = torch.arange(128), {}
+    orders = {
+        "the outer ring's": zigzag_shard(everything, 2, rank // 2, 0).chunk(2)[rank % 2],
+        "that of all ranks": zigzag_shard(everything, 4, rank, 0),
+    }
+    for order, held in orders.items():
+        q, k, v, _ = qkv(held)
+        q, k, v = (heads_for_sequence(x, inner) for x in (q, k, v))  # [B, H/2, S/2, D]
+        out = sequence_for_heads(zigzag_ring_attention(q, k, v, outer), inner)
+        errors[order] = (out.cpu() - one_process()[0][:, :, held]).abs().max().item()
+    return errors
 
 
-for order in ("outer ring's", "all ranks'"):
-    worst = max(sb.run(hybrid, order, world_size=4).values)
-    print(f"zigzag in {order:12} order, within 1e-5: {worst < 1e-5}")
+values = sb.run(hybrid, world_size=4).values
+for order in values[0]:
+    worst = max(errors[order] for errors in values)
+    print(f"zigzag in an order like {order:17}  within 1e-5: {worst < 1e-5}")
 
 # %% [markdown]
 # ## The positions of a shard
@@ -536,15 +547,16 @@ def logits_error(kind, positions):
     return (logits.cpu() - expected).abs().max().item()
 
 
-for kind, positions in (
-    ("ring", "of the shard"),
-    ("ring", "from 0"),
-    ("zigzag", "of the shard"),
-    ("zigzag", "contiguous"),
-):
-    errors = sb.run(logits_error, kind, positions, world_size=4).values
-    print(f"{kind:7} positions {positions:13} right on ranks", end=" ")
-    print([rank for rank, error in enumerate(errors) if error < 1e-4])
+def all_logits():
+    ways = [("ring", "of the shard"), ("ring", "from 0")]
+    ways += [("zigzag", "of the shard"), ("zigzag", "contiguous")]
+    return {way: logits_error(*way) for way in ways}
+
+
+values = sb.run(all_logits, world_size=4).values
+for way in values[0]:
+    good = [rank for rank, errors in enumerate(values) if errors[way] < 1e-4]
+    print(f"{way[0]:7} positions {way[1]:13} right on ranks {good}")
 
 # %% [markdown]
 # Rank 0 of the ring is right even with wrong positions: who tests one rank, or P = 1, sees nothing.
@@ -556,37 +568,49 @@ for kind, positions in (
 # To the parameters, context parallelism is data parallelism over tokens: each rank's gradient is a
 # part of the sum. Which part depends on what the loss divides by. We compare the head's gradient
 # with one process's, for targets that all count, and for targets whose first 10 or 20 are a prompt
-# that doesn't (-100); each of 4 ranks holds 16.
+# that doesn't (-100); each of 4 ranks holds 16 of 64.
 
 
 # %%
 def head_gradient(how, prompt):
+    """Gradient of the head, and the loss this rank would report."""
     tokens, targets = counting_batch(0)
     targets[:, :prompt] = -100
     kind = "whole" if how == "one process" else "ring"
     model = context_parallel_(tiny_lm().to(sb.device()), kind)
-    if how in ("one process", "sum over ranks / all counted"):
-        context_parallel_step(model, kind, tokens, targets)
-        return model.head.weight.grad.cpu()
+    if how in ("one process", "sum / count of all"):
+        loss = context_parallel_step(model, kind, tokens, targets)
+        return model.head.weight.grad.cpu(), loss
     held = held_positions(64, kind)
     logits = model(tokens[:, held].to(sb.device()), held.to(sb.device()))
-    F.cross_entropy(logits.flatten(0, 1), targets[:, held].to(sb.device()).flatten()).backward()
+    loss = F.cross_entropy(logits.flatten(0, 1), targets[:, held].to(sb.device()).flatten())
+    loss.backward()
     grad = model.head.weight.grad
     dist.all_reduce(grad)
-    return (grad / 4 if how == "own mean, averaged" else grad).cpu()
+    return (grad / 4 if how == "own mean, averaged" else grad).cpu(), loss.item()
 
 
-for prompt in (0, 10, 20):
-    expected = sb.run(head_gradient, "one process", prompt, world_size=1).values[0]
-    for how in ("own mean, summed", "own mean, averaged", "sum over ranks / all counted"):
-        grad = sb.run(head_gradient, how, prompt, world_size=4).values[0]
-        ok = bool((grad - expected).abs().max() < 1e-5)
-        size = (grad.norm() / expected.norm()).item()
-        print(f"prompt {prompt:2}  {how:29} right: {ok!s:5}  size {size:.2f}")
+def all_gradients():
+    ways = ("own mean, summed", "own mean, averaged", "sum / count of all")
+    found = []
+    for prompt in (0, 10, 20):
+        expected, _ = head_gradient("one process", prompt)
+        for how in ways:
+            grad, loss = head_gradient(how, prompt)
+            size = (grad.norm() / expected.norm()).item()
+            found.append((prompt, how, bool((grad - expected).abs().max() < 1e-5), size, loss))
+    return found
+
+
+for prompt, how, ok, size, loss in sb.run(all_gradients, world_size=4).values[0]:
+    print(
+        f"prompt {prompt:2}  {how:18}  right: {ok!s:5}  size {size:.2f}  rank 0's loss {loss:.2f}"
+    )
 
 # %% [markdown]
 # A factor of P hides behind Adam. A mean of means is right until a prompt or padding makes the
-# counts differ. And a rank whose targets are all masked has a mean over nothing, which is nan.
+# counts differ: 2 % of size at first, a quarter when rank 0 has nothing that counts. Its mean is
+# over nothing, so its loss is nan while its gradients are 0, and averaging counts it all the same.
 # Divide the sum by the count of all ranks. (Reports: NVIDIA/Megatron-LM#673 and #906,
 # volcengine/verl#5983.)
 #
@@ -673,19 +697,25 @@ def torchs_ring(rotate, zigzag):
     return [x.cpu() for x in (out, *grads)], calls.summary(forward), calls.summary(backward)
 
 
-for rotate, balanced in (("ALL_GATHER", False), ("ALL_GATHER", True), ("ALL_TO_ALL", True)):
-    values = sb.run(torchs_ring, rotate, balanced, world_size=4).values
-    ours = [r["tensors"] for r in (zigzag if balanced else ring)]
-    pairs = [
-        (a, b) for x, y in zip(values, ours, strict=True) for a, b in zip(x[0], y, strict=True)
+def all_rings():
+    ways = (("ALL_GATHER", False), ("ALL_GATHER", True), ("ALL_TO_ALL", True))
+    return {way: torchs_ring(*way) for way in ways}
+
+
+values = sb.run(all_rings, world_size=4).values
+for rotate, balanced in values[0]:
+    errors = [
+        (a - b).abs().max()
+        for theirs, ours in zip(values, zigzag if balanced else ring, strict=True)
+        for a, b in zip(theirs[rotate, balanced][0], ours["tensors"], strict=True)
     ]
-    same = max((a - b).abs().max() for a, b in pairs) < 1e-5
-    print(
-        f"{rotate}, {'zigzag' if balanced else 'contiguous'}: equal to ours within 1e-5: {bool(same)}"
-    )
-    print("   forward ", values[0][1])
-    print("   backward", values[0][2])
-print("ours\n   forward ", ring[0]["forward"], "\n   backward", ring[0]["backward"])
+    same = bool(max(errors) < 1e-5)
+    name = f"{rotate}, {'zigzag' if balanced else 'contiguous'}"
+    print(f"{name}: equal to ours within 1e-5: {same}")
+    print("   forward ", values[0][rotate, balanced][1])
+    print("   backward", values[0][rotate, balanced][2])
+print("ours\n   forward ", ring[0]["forward"])
+print("   backward", ring[0]["backward"])
 
 # %% [markdown]
 # Values agree. Its default gathers all keys and values at the first step: one call, the same bytes
@@ -729,25 +759,20 @@ print("right:", right(sb.run(stale_attention, world_size=4).values))
 
 # %%
 stale = sb.run(partial(train, break_it=stale_backward), "ring", world_size=4).values[0]
-print(
-    "finite:",
-    all(x == x and abs(x) < 1e4 for x in stale),
-    "  loss falls:",
-    stale[-1] < stale[0] - 1,
-)
-print(
-    "the right curve within 1e-3:",
-    max(abs(a - b) for a, b in zip(single, stale, strict=True)) < 1e-3,
-)
+early = max(abs(a - b) for a, b in zip(single[:10], stale[:10], strict=True))
+print("every loss finite:", all(abs(x) < 100 for x in stale))
+print("first ten losses within 0.1 of the right ones:", early < 0.1)
+print("last loss below 0.5: one process", single[-1] < 0.5, "  stale keys", stale[-1] < 0.5)
 plot.curves({"one process": single, "ring with stale keys": stale}, "step", "loss")
 plt.show()
 
 # %% [markdown]
-# The forward pass is right, nothing raises, nothing is nan, the loss falls. Inference tests pass.
-# huggingface/diffusers had exactly this: its backward kernels read K and V from `ctx.saved_tensors`
-# in every step of the ring (issue #14265, met in NVIDIA-NeMo/Automodel#3157). NVIDIA/Megatron-LM#1464
-# reports wrong dq, dk, dv under context parallelism. The test that finds it is one line: `out` *and*
-# gradients of P ranks against one process, on random data, for P > 1.
+# The forward pass is right, nothing raises, nothing is nan, the loss falls like the right one and
+# then stops too early. Inference tests pass. huggingface/diffusers had exactly this: its backward
+# kernels read K and V from `ctx.saved_tensors` in every step of the ring (issue #14265, met in
+# NVIDIA-NeMo/Automodel#3157). NVIDIA/Megatron-LM#1464 reports wrong dq, dk, dv under context
+# parallelism. The test that finds it is short: out *and* gradients of P ranks against one process,
+# on random data, for P > 1.
 #
 # ## bf16: the error grows with P
 #
