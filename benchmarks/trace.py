@@ -10,7 +10,7 @@ what is printed is the median of the rounds.
 
 import argparse
 import contextlib
-import io
+import gc
 import json
 import statistics
 import time
@@ -22,6 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import shardbook as sb
+from shardbook.trace.extras import quiet
 
 
 @contextlib.contextmanager
@@ -56,7 +57,8 @@ TRACERS: dict[str, Callable] = {
 
 def seconds(tracer: Callable, model: nn.Module, step: Callable[[], None], steps: int) -> float:
     """CPU seconds a step inside the tracer; starting and ending it is not the step's cost."""
-    with contextlib.redirect_stderr(io.StringIO()), tracer(model):
+    gc.collect()  # what the tracer before has left is not this one's
+    with quiet(), tracer(model):
         start = time.process_time()
         for _ in range(steps):
             step()

@@ -315,15 +315,21 @@ def test_a_trace_opened_inside_a_forward():
 def test_threads_have_their_own_tracks():
     model = mlp(2, 3, 2)
 
+    together = threading.Barrier(4)  # all four at once, or an ended thread's number is used again
+
     def work():
+        together.wait()
         for _ in range(20):
             model(torch.randn(1, 2)).sum().backward()
+        if threading.current_thread() is not threading.main_thread():
+            together.wait()
 
     with sb.trace(model) as t:
         threads = [threading.Thread(target=work) for _ in range(3)]
         for thread in threads:
             thread.start()
         work()
+        together.wait()
         for thread in threads:
             thread.join()
     forward = drawn(t, "forward")

@@ -338,8 +338,9 @@ for name, values in times.items():
 # beyond what Perfetto's engine can hold in a browser
 # ([viztracer#308](https://github.com/gaogaotiantian/viztracer/issues/308)). The clocks of two hosts
 # differ by more than a collective takes, so bars of two hosts don't line up by themselves
-# ([viztracer#361](https://github.com/gaogaotiantian/viztracer/issues/361)); compare waits within a
-# host, and between hosts only what a collective ties together.
+# ([viztracer#361](https://github.com/gaogaotiantian/viztracer/issues/361)). `sb.run(…, trace=True)`
+# under torchrun measures the difference as NTP does, by messages there and back, and puts it right
+# to within half a round trip; don't read more than that into bars of two hosts.
 #
 # Next: the [lab](../labs/12_tracing.ipynb), where you write the tracer. Then
 # [chapter 13](13_communication.ipynb) puts several ranks on the timeline.
