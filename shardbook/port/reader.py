@@ -7,7 +7,8 @@ followed as far as this file shows. What each use means for an NPU is decided in
 import ast
 from collections.abc import Callable
 
-from . import detect
+from . import called, conditions, detect
+from .tensors import combined
 from .values import MOST, UNKNOWN, Value, Values, is_device_name, join, names_npu
 
 Scope = dict[str, Values]
@@ -102,7 +103,7 @@ class Reader:
         if not isinstance(node, ast.Call):
             for v in values:
                 if v.kind == "mod":
-                    detect.called(self, node, v.data, [], {}, None)
+                    called.called(self, node, v.data, [], {}, None)
 
     def defaults(self, s) -> None:
         args = s.args
@@ -168,7 +169,7 @@ class Reader:
             self.eval(s.value)
 
     def do_Assert(self, s: ast.Assert) -> None:
-        detect.insisted(self, s, s.test)
+        conditions.insisted(self, s, s.test)
 
     def do_Assign(self, s: ast.Assign) -> None:
         values = self.eval(s.value)
@@ -222,7 +223,7 @@ class Reader:
     def do_If(self, s: ast.If) -> str | None:
         npu, negated = asks_npu(s.test)
         self.eval_test(s.test)
-        detect.condition(self, s)
+        conditions.condition(self, s)
         self.branches += 1
         self.quiet += npu and negated
         self.guarded += 1 if asks_available(s.test) else 0
@@ -303,7 +304,7 @@ class Reader:
         return []
 
     def eval_test(self, node: ast.expr) -> None:
-        detect.test(self, node)
+        conditions.test(self, node)
 
     def see_Constant(self, node: ast.Constant) -> Values:
         if isinstance(node.value, str):
@@ -329,7 +330,7 @@ class Reader:
         return join(detect.attribute(self, node, base, out))
 
     def see_Call(self, node: ast.Call) -> Values:
-        return detect.call(self, node)
+        return called.call(self, node)
 
     def see_JoinedStr(self, node: ast.JoinedStr) -> Values:
         text = ""
@@ -353,12 +354,12 @@ class Reader:
                     return [Value("str", UNKNOWN + v.data, node)]
         kept = [v for v in join(left, right) if v.kind in ("tensor", "array")]
         if kept:
-            return detect.combined(kept, node)
+            return combined(kept, node)
         ints = [v for v in left + right if v.kind == "int"]
         if ints and isinstance(node.op, (ast.Mod, ast.Add, ast.Sub, ast.FloorDiv)):
             return [Value("int", None, node)]
         if isinstance(node.op, ast.Mod):
-            detect.modulo(self, node)
+            conditions.modulo(self, node)
             return [Value("int", None, node)]
         return []
 
@@ -378,7 +379,7 @@ class Reader:
         return join(body, other)
 
     def see_Compare(self, node: ast.Compare) -> Values:
-        detect.compare(self, node)
+        conditions.compare(self, node)
         return []
 
     def see_Dict(self, node: ast.Dict) -> Values:
@@ -412,7 +413,7 @@ class Reader:
     def see_Subscript(self, node: ast.Subscript) -> Values:
         base = self.eval(node.value)
         index = self.eval(node.slice) if isinstance(node.slice, ast.expr) else []
-        return detect.subscript(self, node, base, index)
+        return conditions.subscript(self, node, base, index)
 
     def see_Lambda(self, node: ast.Lambda) -> Values:
         self.scopes.append({a.arg: [] for a in node.args.args})

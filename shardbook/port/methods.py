@@ -1,0 +1,101 @@
+"""Methods of values that are no module: `.cuda()`, `.to(…)`, `.add_argument(…)`."""
+
+import ast
+import re
+
+from .detect import device, named, variable
+from .tensors import tensor_method
+from .values import Value, Values, dotted, is_cuda_text, is_device_name, is_tensor_type_text
+
+MOVERS = {"to", "to_empty", "cuda"}
+
+
+def method(reader, node: ast.Call, func: ast.Attribute, base: Values, args, keywords) -> Values:
+    """A method of something that is no module."""
+    name = func.attr
+    if name == "cuda":
+        own = any(
+            v.kind == "self" and any(getattr(m, "name", "") == "cuda" for m in v.data.body)
+            for v in base
+        )
+        if not own:
+            reader.report(node, "cuda-method")
+        return [Value("tensor", (v.data[0], "device"), node) for v in base if v.kind == "tensor"]
+    if name == "format":
+        for v in base:
+            if v.kind == "str":
+                text = "".join("\0" if i else p for i, p in enumerate(split_braces(v.data)))
+                return [Value("str", text, v.node)]
+    if name in ("startswith", "endswith", "find", "count", "index", "split") and node.args:
+        inner = func.value
+        cuda_text = any(v.kind == "str" and is_cuda_text(v.data) for v in args[0])
+        if cuda_text:
+            names = (dotted(strip_calls(inner)) or "").split(".")
+            if any(is_device_name(n) or n == "type" for n in names):
+                reader.report(node, "cuda-branch")
+        return []
+    if name in ("add_argument", "option", "add_option") or name.endswith("add_argument"):
+        options = [v.data for a in args for v in a if v.kind == "str" and v.data.startswith("-")]
+        for option in options:
+            named(reader, option, keywords.get("default", []))
+        return []
+    if name in ("get", "pop", "setdefault", "getenv") and args:
+        environment = (dotted(func.value) or "").endswith("environ")
+        for v in args[0]:
+            if v.kind == "str":
+                if environment:
+                    variable(reader, node, v.data)
+                if len(args) > 1:
+                    named(reader, v.data, args[1])
+        out = []
+        for v in base:
+            if v.kind == "dict":
+                for key in args[0]:
+                    if key.kind == "str":
+                        out += v.data.get(key.data, [])
+        return out
+    if name in ("table",) and any(
+        v.kind == "str" and "cuda_" in v.data for v in keywords.get("sort_by", [])
+    ):
+        reader.report(node, "cuda-profiler")
+        return []
+    if name in MOVERS and (args or keywords):
+        moved(reader, node, func, args)
+    if name == "type" and args:
+        for v in args[0]:
+            if v.kind == "str" and is_tensor_type_text(v.data):
+                reader.report(v.node, "cuda-tensor-type")
+    if (
+        name == "set_start_method"
+        and args
+        and any(v.data == "fork" for v in args[0] if v.kind == "str")
+    ):
+        reader.report(node, "fork")
+    if name == "register_buffer" and len(args) > 1:
+        for v in args[1]:
+            if v.kind == "tensor" and v.data == ("f64", "host"):
+                reader.report(node, "float64-move")
+    return tensor_method(reader, node, func, base, args, keywords)
+
+
+def strip_calls(node: ast.expr) -> ast.expr:
+    """`str(x)` and `x.lower()` as `x`."""
+    while isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name) and node.args:
+            node = node.args[0]
+        elif isinstance(node.func, ast.Attribute):
+            node = node.func.value
+        else:
+            return node
+    return node
+
+
+def split_braces(text: str) -> list:
+    """The pieces of a format string; every second one is a replaced field."""
+    return [piece for piece in re.split(r"(\{[^{}]*\})", text)] if "{" in text else [text]
+
+
+def moved(reader, node: ast.Call, func: ast.Attribute, args: list[Values]) -> None:
+    """`x.to(…)`: the first positional argument may be a device."""
+    if node.args and func.attr == "to":
+        device(reader, node.args[0], args[0], to=True)
