@@ -262,6 +262,7 @@ def _judge_loss(model, got, x_t, target, t, labels, what: str) -> None:
     answer = 0.7 * torch.sin(x_t) + 0.1 * t.float().view(shape) + 0.01 * labels.view(shape)
     same(tuple(got.shape), (), f"the shape of the loss ({what})")
     close(got, F.mse_loss(answer, target), f"the loss ({what})")
+    expect(got.requires_grad, "the loss has no graph, so no gradient reaches the model")
     got.backward()
     expect(model.weight.grad is not None, "no gradient reaches the model")
     want = (2 * (answer - target) * torch.sin(x_t)).mean()
