@@ -1,9 +1,12 @@
 """Chapter 24: context parallel, judged against attention over the whole sequence."""
 
+import gc
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import calls
@@ -259,6 +262,47 @@ def _memory(values) -> None:
             )
 
 
+class _Visitors(TorchDispatchMode):
+    """At every product: of how many other ranks are keys in this process's memory?"""
+
+    def __init__(self, marks: list[float]):
+        super().__init__()
+        self.marks, self.most = marks, 0  # a mark is a value that one rank's keys alone have
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "mm" in func.__name__ or "attention" in func.__name__:
+            tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and o.dim() > 2]
+            here = [t.detach().cpu() for t in tensors if t.is_floating_point()]
+            seen = [any(bool((t == mark).any()) for t in here) for mark in self.marks]
+            self.most = max(self.most, sum(seen))
+        return func(*args, **(kwargs or {}))
+
+
+def _visitors(answer, kind: str) -> int:
+    """The most other ranks' keys that a forward pass on all ranks has in memory at once."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    held = [_positions(S, world, r, kind == "zigzag") for r in range(world)]
+    whole = _qkv()
+    marks = [whole[1][0, 0, held[r][0], 0].item() for r in range(world) if r != rank]
+    q, k, v = (x[:, :, held[rank]].contiguous().to(device()) for x in whole[:3])
+    del whole
+    with _Visitors(marks) as visitors, torch.no_grad():
+        answer(q, k, v)
+    return visitors.most
+
+
+def _holds_few(values) -> None:
+    for rank, most in enumerate(values):
+        expect(
+            most <= 2,
+            f"rank {rank} of 4 holds the keys of {most} other ranks at once, expected at most 2: "
+            "the block it computes with and the one that arrives",
+        )
+
+
+HOLD = "a rank holds at most two blocks of keys and values beyond its own"
+HOLD_HINT = "compute with a block as soon as it is there, and let go of it when the next has come"
+
 RING_HINT = (
     "every step: start sending your block to the next rank and receiving the one before's, compute "
     "with the block you hold, merge, wait"
@@ -296,6 +340,8 @@ def ring_attention(answer, report):
         hint="write an autograd.Function: what autograd saves by itself keeps all blocks alive",
     ):
         _memory(full or report.ranks(_attend, 4, answer, "full"))
+    with report.property(HOLD, hint=HOLD_HINT):
+        _holds_few(report.ranks(_visitors, 4, answer, "full"))
     with report.property(
         "the work is a P-th of the whole: what is masked out is not computed",
         hint="rank r of a causal ring needs r+1 of P blocks",
@@ -341,6 +387,8 @@ def zigzag_ring_attention(answer, report):
         hint="write an autograd.Function: what autograd saves by itself keeps all blocks alive",
     ):
         _memory(values or report.ranks(_attend, 4, answer, "zigzag"))
+    with report.property(HOLD, hint=HOLD_HINT):
+        _holds_few(report.ranks(_visitors, 4, answer, "zigzag"))
 
 
 @check("ulysses_attention")

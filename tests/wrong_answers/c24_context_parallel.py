@@ -204,8 +204,11 @@ class _Simple(torch.autograd.Function):
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, device=q.device)
         keys, values = k.contiguous(), v.contiguous()
+        passed = []
         for step in range(world):
             owner = (rank - step) % world
+            if "keeps all" in faults:
+                passed.append((keys, values))
             if not causal or zigzag or owner <= rank or "no skip" in faults:
                 plan = _plan(q, rank, owner, world, causal, zigzag, faults)
                 plan = plan[:1] if "whole mask" in faults else plan
@@ -304,6 +307,7 @@ wrong("ring_attention", says="dk|dv")(_ring("gradients_end_one_rank_short", "no 
 wrong("ring_attention", says="out")(_ring("last_block_wins", "last wins"))
 wrong("ring_attention", says="out|causal")(_ring("no_triangle_in_the_own_block", "no triangle"))
 wrong("ring_attention", says="sent|bytes")(_ring("one_round_too_many", "one round too many"))
+wrong("ring_attention", says="holds the keys of 3")(_ring("lets_go_of_no_block", "keeps all"))
 
 
 @wrong("ring_attention", says="out")
@@ -368,6 +372,9 @@ wrong("zigzag_ring_attention", says="sent|bytes")(
     _zigzag("zigzag_round_too_many", "one round too many")
 )
 wrong("zigzag_ring_attention", says="out")(_zigzag("zigzag_last_block_wins", "last wins"))
+wrong("zigzag_ring_attention", says="holds the keys of 3")(
+    _zigzag("zigzag_lets_go_of_no_block", "keeps all")
+)
 
 
 @wrong("zigzag_ring_attention", says="out")
