@@ -132,8 +132,10 @@ def test_measured_bubble_is_the_closed_form(name):
     schedule = OURS[name](4, 8)
     wanted = simulate(schedule)["bubble"]
     measured = 1.0
-    for forward in (20, 40, 80):  # messages take the same time beside longer kernels
-        timeline = paced_timeline(sb.run(paced_step, schedule, forward, trace=True).trace)
+    chunks = 1 + max(c for _, _, c in schedule[0])
+    for forward in (20, 40, 120):  # messages take the same time beside longer kernels
+        run = sb.run(paced_step, schedule, forward / chunks, trace=True)
+        timeline = paced_timeline(run.trace)
         orders = [[op[1:4] for op in timeline if op[0] == rank] for rank in range(4)]
         assert orders == schedule, "each rank ran its schedule, in order"
         measured = min(measured, idle_share(timeline))
