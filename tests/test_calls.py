@@ -12,6 +12,8 @@ import torch.distributed._functional_collectives as funcol
 import shardbook as sb
 from shardbook import calls
 
+pytestmark = pytest.mark.usefixtures("on_cpu")  # on hccl: test_standin_ranks.py
+
 P = 3
 N = 8  # bytes of a tensor of two floats
 
