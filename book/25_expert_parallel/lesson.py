@@ -81,7 +81,7 @@ plot.bars(state, "MB a rank", "Training state of the small model with experts")
 plt.show()
 
 # %% [markdown]
-# A token's work hardly changes down the table, a rank's memory grows eightfold. Data parallel copies
+# Down the table a token's work hardly changes, and a rank's memory grows more than sixfold. Data parallel copies
 # all of it to every rank, though a rank's tokens use a part at a time. ZeRO-3 would cut it, and
 # gather every expert for every layer. Expert parallel leaves the weights where they are and moves
 # the *tokens*.
