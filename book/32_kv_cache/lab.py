@@ -240,8 +240,8 @@ plt.show()
 # %% [markdown]
 # ### A trace to read
 #
-# Your `generate` with 96 tokens of prompt. Which slice is the prefill? What does a decode step do that
-# takes as long for one token? Look at how many operators it calls, and how small they are.
+# Your `generate` with 96 tokens of prompt. Which slices are the prefill? A decode step has a hundredth
+# of its arithmetic and takes more than a hundredth of its time: which modules are to blame?
 
 
 # %%
