@@ -1,27 +1,20 @@
 """Chapter 25: mixture of experts, judged token by token against a dense loop."""
 
 import copy
+import gc
+import weakref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import calls
 from ..device import device
 from .framework import check, close, expect, random, refuses, same, unchanged
+from .groups import last_ranks
 
 SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
 E, D, K = 12, 5, 2  # experts, width, choices
 TOKENS = (3, 7, 0, 2)  # tokens of each rank in a group: uneven, one rank has none
-
-
-def _groups():
-    """(size, group, rank in it), every size in turn, on the ranks that are in the group."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for size in SIZES:
-        group = dist.new_group(list(range(world - size, world)))
-        if rank >= world - size:
-            yield size, group, rank - (world - size)
 
 
 # ---- routing, on one rank
@@ -181,7 +174,7 @@ def _scale(expert: int) -> float:
 def _out(dispatch, skew: bool):
     """Rows go out; the gradient that comes back depends on the expert they went to."""
     results = []
-    for size, group, rank in _groups():
+    for size, group, rank in last_ranks():
         x = _tokens(rank).to(device()).requires_grad_()
         experts = _choices(rank, skew).to(device())
         before = experts.clone()
@@ -205,7 +198,7 @@ def _factors(counts: list[int], size: int, rank: int) -> Tensor:
 def _and_home(combine, dispatch, skew: bool):
     """Rows go out, are scaled by their expert's number, and come home."""
     results = []
-    for size, group, rank in _groups():
+    for size, group, rank in last_ranks():
         x = _tokens(rank).to(device()).requires_grad_()
         received, state = dispatch(x, _choices(rank, skew).to(device()), E, group)
         outputs = received * _factors([int(c) for c in state.counts], size, rank)
@@ -411,12 +404,22 @@ def _dense(parts: nn.Module, x: Tensor) -> Tensor:
     return torch.stack(rows) if rows else x * 1
 
 
+def _alive(given: list) -> int:
+    """How many of the experts' parameters somebody still holds."""
+    if sum(ref() is not None for ref in given) > 0:
+        gc.collect()
+    return sum(ref() is not None for ref in given)
+
+
 def _layer(answer, skew: bool):
     results = []
-    for size, group, rank in _groups():
+    for size, group, rank in last_ranks():
         parts = _Parts(skew).to(device())
+        given = [weakref.ref(p) for p in parts.experts.parameters()]
         layer = answer(parts.router, list(parts.experts), K, group)
         held = sum(p.numel() for p in layer.parameters())
+        del parts
+        alive = _alive(given)
         x = _tokens(rank).to(device()).requires_grad_()
         y = layer(x)
         (y * random(TOKENS[rank], D, seed=40 + rank).to(device())).sum().backward()
@@ -426,10 +429,9 @@ def _layer(answer, skew: bool):
         router = [g for n, g in grads.items() if "router" in n]
         if not router:
             router = [torch.zeros(E, D), torch.zeros(E)]
-        shapes = sorted(tuple(p.shape) for p in layer.parameters())
         others = [g for n, g in grads.items() if "router" not in n]
         results.append(
-            (size, rank, y.detach().cpu(), x.grad.detach().cpu(), router, others, held, shapes)
+            (size, rank, y.detach().cpu(), x.grad.detach().cpu(), router, others, held, alive)
         )
     return results
 
@@ -488,13 +490,20 @@ def expert_parallel_moe(answer, report):
         _judge_layer(report.ranks(_layer, 4, answer, True), True)
     with report.property(
         "a rank keeps the router and its own experts, no others",
-        hint="E/P consecutive experts; do not register the full list",
+        hint="E/P consecutive experts; do not register the full list, and do not keep it in a list "
+        "or a closure either",
     ):
         expert = sum(p.numel() for p in _Parts(False).experts[0].parameters())
         for results in values or report.ranks(_layer, 4, answer, False):
-            for size, rank, *_, held, _ in results:
+            for size, rank, *_, held, alive in results:
                 want = E // size * expert + E * D + E
                 same(held, want, f"parameters held by rank {rank} of {size}")
+                own = E // size * 4  # two weights and two biases each
+                expect(
+                    alive <= own,
+                    f"rank {rank} of {size} keeps {alive} of the experts' parameters in memory, "
+                    f"expected {own}",
+                )
     with report.property(
         "ValueError where the experts do not divide by the ranks", hint="say so when it is built"
     ):

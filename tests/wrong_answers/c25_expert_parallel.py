@@ -300,6 +300,15 @@ class KeepsAllExperts(_Base):
         self.all_experts = nn.ModuleList(experts)
 
 
+@wrong("ExpertParallelMoE", says="in memory")
+class KeepsTheListOfExperts(_Base):
+    """Registers its own experts only, and keeps the others alive all the same."""
+
+    def __init__(self, router, experts, k, group=None):
+        super().__init__(router, experts, k, group)
+        self.all_experts = experts  # a plain list: parameters() does not see it
+
+
 @wrong("ExpertParallelMoE", says="y on|off by")
 class TheNextRanksExperts(_Base):
     def __init__(self, router, experts, k, group=None):
