@@ -3,10 +3,10 @@
 import json
 import time
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..device import device
 from .framework import check, expect, random, refuses, same
@@ -41,7 +41,7 @@ class Scale(Log):
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.ones(1))
 
-    def forward(self, x, times=1):
+    def forward(self, x: Tensor, times: float = 1) -> Tensor:
         return x * self.weight * times + self.bias
 
 
@@ -53,7 +53,7 @@ class Twice(Log):
         self.scale, self.pair = Scale(5), Pair()
         self.line = nn.Parameter(torch.ones(5, 7))
 
-    def forward(self, x, *, mask, options):
+    def forward(self, x: Tensor, *, mask: Tensor, options: tuple) -> Tensor:
         x = self.scale(x)
         x = self.scale(x, times=3)
         out = self.pair([x, (mask, "text")], count=2)
@@ -67,7 +67,7 @@ class Pair(Log):
         super().__init__()
         self.inner = Scale(5)
 
-    def forward(self, both, count):
+    def forward(self, both: list, count: int) -> dict:
         x, (mask, _) = both
         return {"sum": self.inner(x) + mask, "parts": (x, [mask])}
 
@@ -75,7 +75,7 @@ class Pair(Log):
 class Again(Log):
     """Calls itself until depth is 0."""
 
-    def forward(self, x, depth):
+    def forward(self, x: Tensor, depth: int) -> Tensor:
         return x + 1 if depth == 0 else self(x, depth - 1)
 
 
@@ -86,7 +86,7 @@ class Raises(Log):
         super().__init__()
         self.scale = Scale(5)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         self.scale(x)
         raise KeyError("inside the model")
 
@@ -107,7 +107,7 @@ def hooks(model: nn.Module) -> int:
     return found + sum(len(shared[f"_global{kind}"]) for kind in kinds)
 
 
-def tidy(value):
+def tidy(value: Any) -> Any:
     """Shapes as tuples, containers as lists, so that torch.Size and tuple are alike."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype):
         return (tuple(value[0]), value[1])
@@ -188,7 +188,7 @@ def record_modules(answer, report):
         expect(in_turn, "a call ends after the next one has started")
 
         class Sleeps(nn.Module):
-            def forward(self, x):
+            def forward(self, x: Tensor) -> Tensor:
                 time.sleep(0.02)
                 return x
 
@@ -249,7 +249,7 @@ def record_modules(answer, report):
         expect(hooks(model) == before, f"{hooks(model) - before} hooks remain after an exception")
 
 
-def event(name, start, end, depth, **more):
+def event(name: str, start: int, end: int, depth: int, **more) -> dict:
     """A hand-made event."""
     base = {"name": name, "type": "Linear", "inputs": [((2, 5), F32)], "outputs": [((2, 7), F32)]}
     base |= {"parameters": {"weight": (7, 5)}, "start_ns": start, "end_ns": end, "depth": depth}
