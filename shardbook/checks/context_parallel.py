@@ -12,18 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from .. import calls
 from ..device import device
 from .framework import check, close, expect, random, refuses, same, total, unchanged
+from .groups import last_ranks
 
 SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
 B, H, HKV, S, D = 2, 12, 6, 48, 5  # 48 positions divide by twice each group size
-
-
-def _groups():
-    """(size, group, rank in it), every size in turn, on the ranks that are in the group."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for size in SIZES:
-        group = dist.new_group(list(range(world - size, world)))
-        if rank >= world - size:
-            yield size, group, rank - (world - size)
 
 
 # ---- oracles: the whole sequence in one process, float64 on the host
@@ -189,7 +181,7 @@ def shard_positions(answer, report):
 def _attend(answer, kind: str, kv_heads: int = HKV):
     """Values, gradients, calls, work and what stays in memory, for every group size."""
     results = []
-    for size, group, rank in _groups():
+    for size, group, rank in last_ranks():
         heads = H
         zigzag = kind == "zigzag"
         keep = _positions(S, size, rank, zigzag)

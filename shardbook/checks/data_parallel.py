@@ -14,17 +14,8 @@ from .. import calls
 from ..device import device
 from ..memory import held_bytes
 from .framework import check, close, expect, random, refuses, same, total
+from .groups import last_ranks
 
-SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
-
-
-def _groups():
-    """(size, group or None where this rank is not in it, rank in it), every size in turn."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for size in SIZES:
-        group = dist.new_group(list(range(world - size, world)))
-        if rank >= world - size:
-            yield size, group, rank - (world - size)
 
 
 def _cpu(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -76,7 +67,7 @@ def _averaged(answer, missing: bool, group=None, rank=None):
 
 
 def _averaged_in_groups(answer):
-    return [(size, *_averaged(answer, True, group, rank)[:1]) for size, group, rank in _groups()]
+    return [(size, *_averaged(answer, True, group, rank)[:1]) for size, group, rank in last_ranks()]
 
 
 def _mean_of(name: str, world: int, missing: bool) -> Tensor | None:
@@ -250,7 +241,7 @@ class _nothing:
 
 
 def _trained_in_groups(answer):
-    return [(n, _trained(answer, 900, g, r, size=n)) for n, g, r in _groups()]
+    return [(n, _trained(answer, 900, g, r, size=n)) for n, g, r in last_ranks()]
 
 
 def _held_up(answer, folder: str) -> bool:
@@ -508,7 +499,7 @@ def _zero_steps(answer, missing):
 def _zero_in_groups(answer):
     return [
         (n, _stepped(lambda p, g=g, **o: answer(p, group=g, **o), n, r, True))
-        for n, g, r in _groups()
+        for n, g, r in last_ranks()
     ]
 
 
@@ -759,7 +750,7 @@ def _sharded(answer, group=None, rank=None, size=4):
 
 
 def _sharded_in_groups(answer):
-    return [(n, _sharded(answer, g, r, size=n)) for n, g, r in _groups()]
+    return [(n, _sharded(answer, g, r, size=n)) for n, g, r in last_ranks()]
 
 
 def _judge_training(results: list, size: int) -> None:
@@ -898,7 +889,7 @@ def _clipped(answer, kind: str, max_norm: float, group=None, rank=None, size=4):
 
 
 def _clipped_in_groups(answer):
-    return [(n, _clipped(answer, "all", 0.7, g, r, n)) for n, g, r in _groups()]
+    return [(n, _clipped(answer, "all", 0.7, g, r, n)) for n, g, r in last_ranks()]
 
 
 def _judge_clipping(results: list, kind: str, max_norm: float, size: int) -> None:

@@ -3,24 +3,15 @@
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import calls
 from ..device import device
 from .diffusion import block_by_formula, fill, narrow, turn
 from .framework import check, close, expect, random, refuses, same, total, unchanged
+from .groups import last_ranks
 
 SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
-
-
-def _groups():
-    """(size, group, rank in it), every size in turn, on the ranks that are in the group."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for size in SIZES:
-        group = dist.new_group(list(range(world - size, world)))
-        if rank >= world - size:
-            yield size, group, rank - (world - size)
 
 
 # ---- rotary positions
@@ -128,7 +119,7 @@ X, C = (2, 12, 24), (2, 24)
 
 def _tensor_parallel(answer):
     results = []
-    for size, group, rank in _groups():
+    for size, group, rank in last_ranks():
         full = _block().to(device())
         block = answer(full, group)
         shapes = {n: tuple(p.shape) for n, p in block.named_parameters()}
@@ -281,7 +272,7 @@ def _model_inputs(tokens: int = 24):
 
 def _ulysses(answer, rope: bool):
     results = []
-    for size, group, rank in _groups():
+    for size, group, rank in last_ranks():
         model = _Model(rope=rope).to(device())
         before = _state(model)
         with calls.record() as log:

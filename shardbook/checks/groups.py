@@ -39,6 +39,18 @@ def in_groups(case: Callable, answer: Any, *args) -> dict[int, dict]:
     return results
 
 
+def last_ranks(sizes: tuple[int, ...] = (1, 2, 3, 4)) -> Iterator[tuple[int, Any, int]]:
+    """(size, group, place in it) on the last `size` of all ranks, every size in turn.
+
+    Yields only on the ranks that are in the group, whose first is not global rank 0.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for size in sizes:
+        group = dist.new_group(list(range(world - size, world)))
+        if rank >= world - size:
+            yield size, group, rank - (world - size)
+
+
 def tensors_of(root: Any) -> list[Tensor]:
     """Every tensor that an object holds: parameters, attributes, lists, what closures captured."""
     seen, todo, found = set(), [root], []

@@ -11,18 +11,9 @@ from torch import nn
 from .. import calls
 from ..device import device
 from .framework import check, close, expect, random, refuses, same, total
+from .groups import last_ranks
 
-SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
 SHAPES = [(4, 8), (3, 5), (5, 2), (2, 1), (1, 3)]  # (stages, micro-batches)
-
-
-def _groups():
-    """(size, group or None where this rank is not in it, rank in it), every size in turn."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    for size in SIZES:
-        group = dist.new_group(list(range(world - size, world)))
-        if rank >= world - size:
-            yield size, group, rank - (world - size)
 
 
 # ---- an independent clock: longest paths by repeated relaxation
@@ -355,7 +346,7 @@ def _run(answer, schedule, m: int, group, size: int, rank: int):
 
 def _pipelines(answer, kind: str):
     results = []
-    for size, group, rank in _groups():
+    for size, group, rank in last_ranks():
         m = 5
         if kind == "random":
             schedule = _random_schedule(size, m, 1, seed=size)
