@@ -16,6 +16,7 @@ from ..memory import held_bytes
 from .framework import check, close, expect, random, refuses, same, total
 from .groups import last_ranks
 
+SIZES = (1, 2, 3, 4)  # group sizes
 
 
 def _cpu(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
