@@ -222,7 +222,7 @@ def paced_step(schedule):
 # %% tags=["nbval-ignore-output"]
 trace = sb.run(paced_step, one_f_one_b(4, 8), trace=True).trace
 measured = round(idle_share(paced_timeline(trace)), 2)
-print(f"bubble (paced): measured {measured}, predicted {predicted}")
+print("bubble (paced): measured", measured, " predicted", predicted)
 trace
 
 # %% [markdown]
@@ -325,7 +325,7 @@ check.sync_tied_embeddings_(sync_tied_embeddings_)
 def train(parallel, steps=30):
     rank, p = dist.get_rank(), dist.get_world_size()
     model = tiny_lm().to(sb.device())
-    model.head.weight = model.embed.weight
+    model.embed.weight = model.head.weight
     part = split_lm(model, p)[rank] if parallel else model
     first = model.embed.weight if rank == 0 else None
     last = model.head.weight if rank == p - 1 else None
