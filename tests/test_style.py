@@ -50,6 +50,8 @@ def test_no_device_is_named():
     asks = {"device.py", "doctor.py"}
     chosen = [p for p in PACKAGE if p.name not in asks and "port" not in p.parts]
     chosen += [p for p in FILES if p.is_relative_to(ROOT / "book") and p.suffix == ".py"]
+    # what a customer hands over: chapter 44 is about the devices it names
+    chosen = [p for p in chosen if "cuda_project" not in p.parts]
     named = re.compile(
         r"""\.cuda\(|\.npu\(|torch\.(cuda|npu)\.|device=["'](cuda|npu)|["'](nccl|hccl)["']"""
     )

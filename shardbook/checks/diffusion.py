@@ -1,6 +1,8 @@
 """Chapter 43: diffusion, judged by the formulas in float64 and by what the model is asked."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +38,7 @@ class _Attention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def narrow(run, what: str):
+def narrow(run: Callable[[], Any], what: str) -> Any:
     """Run it and expect no float64 and no complex tensor on the way; its result."""
     with _Dtypes() as dtypes:
         out = run()
@@ -128,7 +130,9 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def block_by_formula(block: nn.Module, x: Tensor, c: Tensor, heads: int, rope=None) -> Tensor:
+def block_by_formula(
+    block: nn.Module, x: Tensor, c: Tensor, heads: int, rope: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """The block in float64 on the host, from its parameters, in plain steps."""
     p = {n: t.detach().cpu().double() for n, t in block.named_parameters()}
     x, c = x.double(), c.double()
