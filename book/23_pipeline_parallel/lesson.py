@@ -281,7 +281,7 @@ for v, schedule in ((1, one_f_one_b(4, 8)), (2, interleaved(4, 8, 2)), (4, inter
         simulate(schedule, forward=1 / v, backward=2 / v, send=send)["makespan"]
         for send in (0.0, 0.2)
     )
-    print(f"{v} chunks: bubble {bubble_fraction(4, 8, v):.3f}, ", end="")
+    print(f"chunks a rank: {v}, bubble {bubble_fraction(4, 8, v):.3f}, ", end="")
     print(f"time {free:.1f} with free messages, {slow:.1f} with slow ones (simulated)")
 
 # %% [markdown]
