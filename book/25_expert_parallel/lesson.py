@@ -411,10 +411,10 @@ for optimizer, whole in wholes.items():
 # ## Hot experts in the trace
 #
 # Rows of work for each rank, from a router that is even and from one that sends half of the choices
-# to expert 0. Kernels are **paced**: 1.5 ms a row of a rank's experts, so that four ranks on any
+# to expert 0. Kernels are **paced**: 3 ms a row of a rank's experts, so that four ranks on any
 # machine show the schedule that four devices would have. Tokens and all-to-alls are real. A rank
 # sends 64 rows, k = 1. Predict the rows of the fullest rank over the mean: the paced step is longer
-# by the same factor.
+# by nearly the same factor (nearly, since the all-to-alls take their time in both).
 
 # %% predict="predicted"
 hot = 64 * 4 * (0.5 + 0.5 / 8) + 64 * 4 * 0.5 / 8  # rows of the rank with expert 0 and expert 1
@@ -434,7 +434,7 @@ def hot_or_not(share):
     with sb.mark("dispatch"):
         received, state = dispatch(tokens, experts, 8)
     for expert, rows in enumerate(state.counts):
-        sb.pace(1.5 * rows, f"expert {2 * dist.get_rank() + expert}: {rows} rows")
+        sb.pace(3 * rows, f"expert {2 * dist.get_rank() + expert}: {rows} rows")
     with sb.mark("combine"):
         combine(received, weights, state)
     return len(received), time.monotonic() - start
