@@ -26,3 +26,12 @@ __all__ = [
     "trace",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    """`sb.port` comes in when it is first asked for: it needs libcst, which takes a while."""
+    if name == "port":
+        import importlib
+
+        return importlib.import_module(".port", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -162,9 +162,11 @@ def called(reader, node, path: str, args: list[Values], keywords: dict, base) ->
                 imported(reader, node, v.data, None)
                 return [Value("mod", v.data, node)]
     if path.endswith("cpp_extension.load") or path.endswith("cpp_extension.load_inline"):
-        sources = ast.dump(node)
-        if "cuda" in sources or ".cu'" in sources:
-            reader.report(node, "cuda-extension")
+        names = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+        names = [n for n in names if isinstance(n, str)]
+        plain = any(n.endswith((".cpp", ".cc", ".c")) for n in names)
+        if not plain or any("cuda" in n or n.endswith(".cu") for n in names):
+            reader.report(node, "cuda-extension")  # also where the sources are not known
         return []
     used(reader, node, path, called=True)
 

@@ -20,6 +20,8 @@ def method(reader, node: ast.Call, func: ast.Attribute, base: Values, args, keyw
         )
         if not own:
             reader.report(node, "cuda-method")
+        if any(v.kind == "tensor" and v.data == ("f64", "host") for v in base):
+            reader.report(node, "float64-move")
         return [Value("tensor", (v.data[0], "device"), node) for v in base if v.kind == "tensor"]
     if name == "format":
         for v in base:

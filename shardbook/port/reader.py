@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from . import called, conditions, detect
 from .tensors import combined
-from .values import MOST, UNKNOWN, Value, Values, is_device_name, join, names_npu
+from .values import MOST, UNKNOWN, Value, Values, is_device_name, join, names_npu, nothing_known
 
 Scope = dict[str, Values]
 
@@ -376,6 +376,10 @@ class Reader:
             self.quiet -= 1
             return self.eval(chosen)
         body, other = self.eval(node.body), self.eval(node.orelse)
+        if nothing_known(body) != nothing_known(other) and any(
+            v.kind == "device" for v in body + other
+        ):
+            return join(body, other, [Value("device", UNKNOWN, node)])  # or another one
         return join(body, other)
 
     def see_Compare(self, node: ast.Compare) -> Values:

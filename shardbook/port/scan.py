@@ -14,7 +14,7 @@ from .rules import RULES
 WORTH_READING = re.compile(
     r"cud|nccl|nvidia|nvtx|flash_attn|apex|xformers|triton|float64|double|complex|polar|linspace"
     r"|torch\.ops|compile|load_library|Conv3d|conv3d|\.to\(|fork|float8|bitsandbytes|pynvml|from_numpy"
-    r"|fft|sdp|ReduceOp|transformer_engine|cupy|device|tensorrt|flashinfer|GPUtil|nvcc|_ssm|natten",
+    r"|fft|sdp|ReduceOp|cpp_extension|transformer_engine|cupy|device|tensorrt|flashinfer|GPUtil|nvcc|_ssm|natten",
     re.IGNORECASE,
 )
 
@@ -58,6 +58,9 @@ def scan_source(source: str, file: str = "<string>") -> list[Finding]:
         Reader(tree, report).read()
     except RecursionError:
         found[(1, "unreadable")] = Finding(file, 1, 1, "unreadable", "nested too deeply")
+    except Exception as error:  # ours; one file must not end the report on all others
+        said = f"the checker failed: {type(error).__name__}: {error}"
+        found[(1, "unreadable")] = Finding(file, 1, 1, "unreadable", said.splitlines()[0])
     return sorted(found.values())
 
 

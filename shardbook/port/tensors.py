@@ -2,7 +2,7 @@
 
 import ast
 
-from .values import Value, Values, dotted, join
+from .values import Value, Values, dotted, join, nothing_known
 
 F64 = {"torch.float64", "torch.double", "numpy.float64", "numpy.double"}
 COMPLEX = {"torch.complex64", "torch.complex128", "torch.cfloat", "torch.cdouble"}
@@ -34,10 +34,8 @@ def place_of(values: Values | None) -> str:
     """host, device or ? for a device argument."""
     if values is None:
         return "host"
-    for v in values:
-        if v.kind in ("str", "device"):
-            return "host" if v.data == "cpu" else "device"
-    return "device"
+    named = [v.data for v in values if v.kind in ("str", "device")]
+    return "host" if named and all(n == "cpu" for n in named) else "device"
 
 
 def numpy_call(node, path: str, args: list[Values], keywords: dict) -> Values:
@@ -70,6 +68,9 @@ def creates(reader, node, path: str, args: list[Values], keywords: dict) -> Valu
     dtype = dtype_of(keywords.get("dtype", []))
     if name in CREATORS and path.count(".") == 1:
         place = place_of(keywords.get("device"))
+        written = bool(node.args) and isinstance(node.args[0], ast.Constant)
+        if name == "as_tensor" and "device" not in keywords and not written:
+            place = "?" if nothing_known(*args[:1]) else place  # it leaves a tensor where it is
         if dtype is None:
             arrays = [v.data for v in given if v.kind == "array"]
             dtype = "f64" if "f64" in arrays else "?"

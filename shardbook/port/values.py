@@ -47,6 +47,11 @@ def join(*many: Values) -> Values:
     return out
 
 
+def nothing_known(*many: Values) -> bool:
+    """Whether nothing is known of any of these expressions."""
+    return all(v.kind == "param" for values in many for v in values)
+
+
 def is_cuda_text(text: str) -> bool:
     """Whether a string names a CUDA device: "cuda", "cuda:0", "cuda:" and something unknown."""
     text = text.strip()

@@ -111,12 +111,15 @@ FLAGGED: dict[str, list[str]] = {
         "from torch.cuda.amp import GradScaler\ns = GradScaler()  # !",
     ],
     "float64": [
+        "_wide = torch.float64\ndef f(x):\n    x = torch.as_tensor(x).flatten()\n    return x.to(_wide)  # !",
+        "def f(d=None):\n    d = d if d is not None else torch.device('cpu')\n    return torch.zeros(3, dtype=torch.float64, device=d)  # !",
         "def f(x):\n    return torch.arange(4, dtype=torch.float64, device=x.device)  # !",
         "class M(torch.nn.Module):\n    def forward(self, x):\n        return x.double()  # !",
         "def f(x):\n    return x.to(torch.float64)  # !",
         "torch.set_default_dtype(torch.float64)  # !",
     ],
     "float64-move": [
+        "x = torch.linspace(0, 1, 5, dtype=torch.float64)\ny = x.cuda()  # !",
         "import numpy as np\ndef f(d):\n    return torch.from_numpy(np.linspace(0, 1, 5)).to(d)  # !",
         "def f(table, t):\n    return torch.from_numpy(table).to(device=t.device)[t].float()  # !",
         "def f(x):\n    t = torch.arange(5, dtype=torch.float64)\n    return t.to(x.device)  # !",
@@ -170,6 +173,8 @@ FLAGGED: dict[str, list[str]] = {
     ],
     "cuda-extension": [
         "from torch.utils.cpp_extension import CUDAExtension\ne = CUDAExtension('k', ['k.cu'])  # !",
+        "import torch.utils.cpp_extension\ndef f(files):\n    torch.utils.cpp_extension.load('k', files)  # !",
+        "from torch.utils.cpp_extension import load\nk = load('k', ['k.cpp', 'k.cu'])  # !",
     ],
     "triton": ["import triton  # !", "import triton.language as tl  # !"],
     "compile": [
@@ -252,6 +257,8 @@ CLEAN: dict[str, list[str]] = {
     ],
     "cuda-grad-scaler": ["def f(device):\n    return torch.amp.GradScaler(device.type)"],
     "float64": [
+        "x = torch.as_tensor([1.0, 2.0]).to(torch.float64)",
+        "def f(wide):\n    d = torch.device('cpu') if wide else torch.device('cpu')\n    return torch.zeros(3, dtype=torch.float64, device=d)",
         "t = torch.arange(5, dtype=torch.float64)",
         "def f(x):\n    return x.cpu().double()",
         "SIZES = {torch.float64: 8, torch.float32: 4}",
@@ -292,7 +299,8 @@ CLEAN: dict[str, list[str]] = {
         "def f(x):\n    return torch.ops.npu.npu_rms_norm(x)",
     ],
     "cuda-extension": [
-        "from torch.utils.cpp_extension import CppExtension\ne = CppExtension('k', ['k.cpp'])"
+        "from torch.utils.cpp_extension import CppExtension\ne = CppExtension('k', ['k.cpp'])",
+        "from torch.utils.cpp_extension import load\nk = load('k', ['k.cpp'])",
     ],
     "triton": ["triton = None"],
     "compile": [

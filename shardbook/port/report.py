@@ -1,0 +1,67 @@
+"""`sb.port.report(path)` in a notebook: the findings as a table, as plain text elsewhere."""
+
+import html
+from pathlib import Path
+
+from . import cli
+from .rules import RULES, SEVERITIES
+from .scan import Finding, scan
+
+COLOURS = {"breaks": "#D55E00", "wrong": "#CC79A7", "slow": "#E69F00", "style": "#777777"}
+
+
+class Report:
+    """What was found: `findings` in order, `lines(severity)`, text and a table."""
+
+    def __init__(self, findings: list[Finding]):
+        self.findings = findings
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __str__(self) -> str:
+        return cli.text(self.findings)
+
+    __repr__ = __str__
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """For each file, how many findings of each severity."""
+        files = cli.by_file(self.findings)
+        return {f: {s: sum(x.severity == s for x in mine) for s in SEVERITIES}
+                for f, mine in files.items()}  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        if not self.findings:
+            return f"<p>{html.escape(str(self))}</p>"
+        parts = []
+        for file, mine in cli.by_file(self.findings).items():
+            name = html.escape(file)
+            parts.append(f"<details open><summary><b>{name}</b>: {cli.counts(mine)}</summary>")
+            parts.append("<table><tr><th>line</th><th>severity</th><th>code</th><th>why</th>"
+                         "<th>instead</th></tr>")  # fmt: skip
+            parts += [_row(f) for f in mine]
+            parts.append("</table></details>")
+        parts.append(f"<p>{cli.counts(self.findings)} in all</p>")
+        return '<div style="background:white;color:black">' + "".join(parts) + "</div>"
+
+
+def _row(f: Finding) -> str:
+    """One finding; everything from the file is text here, never markup."""
+    rule = RULES[f.rule]
+    left = ' style="text-align:left"'
+    cells = [html.escape(x) for x in (f.code[:120], rule.why, rule.instead)]
+    code, why, instead = cells
+    return (
+        f'<tr><td>{f.line}</td><td style="color:{COLOURS[f.severity]}">{f.severity}</td>'
+        f"<td{left}><code>{code}</code></td><td{left}>{why}</td><td{left}>{instead}</td></tr>"
+    )
+
+
+def report(*paths: str | Path) -> Report:
+    """Read Python files and folders without running them; what an NPU will not do in them.
+
+    FileNotFoundError for a path that is not there. ValueError for none.
+    """
+    if not paths:
+        raise ValueError("report() got no path: give Python files or folders")
+    return Report(scan(list(paths)))

@@ -1,0 +1,161 @@
+"""The command and the inline report, on files as they are found in the wild."""
+
+import json
+import time
+import warnings
+
+import pytest
+
+import shardbook as sb
+from shardbook.__main__ import main
+from shardbook.port.scan import scan, scan_source
+
+PROJECT = "book/44_dit_port/cuda_project"
+CODE = "import torch\nx = torch.ones(3).cuda()\ntorch.cuda.manual_seed(0)\n"
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(CODE)
+    return path
+
+
+def test_lists_what_and_why(file, capsys):
+    assert main(["port", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "2:5  breaks cuda-method: x = torch.ones(3).cuda()" in out
+    assert "3:1  wrong  cuda-silent" in out
+    assert "1 breaks, 1 wrong" in out.splitlines()[-1]
+
+
+def test_json(file, capsys):
+    assert main(["port", "--json", str(file)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(f["line"], f["severity"], f["rule"]) for f in found] == [
+        (2, "breaks", "cuda-method"),
+        (3, "wrong", "cuda-silent"),
+    ]
+    assert all(f[k] for f in found for k in ("file", "what", "why", "instead", "reference"))
+
+
+def test_severity_and_worse(file, capsys):
+    assert main(["port", "--json", "--severity", "breaks", str(file)]) == 1
+    assert [f["line"] for f in json.loads(capsys.readouterr().out)] == [2]
+
+
+def test_nothing_found(tmp_path, capsys):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    assert main(["port", str(tmp_path)]) == 0
+    assert "Nothing found" in capsys.readouterr().out
+
+
+def test_a_missing_path_is_a_sentence(tmp_path, capsys):
+    assert main(["port", str(tmp_path / "no.py")]) == 2
+    said = capsys.readouterr()
+    assert "no.py does not exist" in said.err
+    assert not said.out
+
+
+SAFE = """import torch as th  # kept
+
+
+def wait():
+    th.cuda.synchronize()
+
+
+def f():
+    device = th.device("cuda" if th.cuda.is_available() else "cpu")
+    return device, th.cuda.device_count()
+"""
+
+
+def test_fix_shows_a_diff_and_writes_only_when_told(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(SAFE)
+    assert main(["port", "--fix", str(path)]) == 1
+    shown = capsys.readouterr().out
+    assert "-    th.cuda.synchronize()\n+    th.accelerator.synchronize()\n" in shown
+    assert "-    return device, th.cuda.device_count()\n" in shown
+    assert path.read_text() == SAFE
+    assert main(["port", "--fix", "--write", str(path)]) == 0
+    text = path.read_text()
+    assert "import torch as th  # kept" in text
+    assert "th.accelerator.device_count()" in text
+    assert not scan([path])
+    scope = {}
+    exec(text, scope)  # what was written runs here
+    assert scope["f"]()[0].type == sb.device().type
+    capsys.readouterr()
+    assert main(["port", "--fix", str(path)]) == 0  # nothing left to do
+    assert not capsys.readouterr().out
+
+
+def test_fix_leaves_unsafe_calls_alone(tmp_path, capsys):
+    path = tmp_path / "a.py"
+    path.write_text("import torch\ntorch.cuda.synchronize(device='cuda:0')\nx.cuda.synchronize()\n")
+    assert main(["port", "--fix", str(path)]) == 0
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("data", "rules"),
+    [
+        (b"", []),
+        (b"print 'hello'  # cuda\n", ["unreadable"]),
+        (b"import torch\nx.cuda(\n", ["unreadable"]),
+        (b"# caf\xe9\nimport torch\nx = torch.ones(3).cuda()\n", ["cuda-method"]),
+        (b"import torch\nx = 1\0\ny = torch.ones(1).cuda()\n", ["cuda-method"]),
+        (b"\xef\xbb\xbfimport torch\ny = torch.ones(1).cuda()\n", ["cuda-method"]),
+        (b"import torch\r\ny = torch.ones(1).cuda()\r\n", ["cuda-method"]),
+        (b"cuda = " + b"(" * 5000 + b"1" + b")" * 5000 + b"\n", ["unreadable"]),
+        (b"cuda = " + b"-" * 5000 + b"1\n", ["unreadable"]),
+        (bytes(range(256)) * 3 + b"cuda", ["unreadable"]),
+    ],
+    ids=["empty", "python 2", "cut off", "latin-1", "null", "bom", "crlf", "parentheses", "deep",
+         "binary"],
+)  # fmt: skip
+def test_any_file_is_read_or_said_to_be_unreadable(tmp_path, data, rules):
+    (tmp_path / "a.py").write_bytes(data)
+    (tmp_path / "b.py").write_text(CODE)
+    found = scan([tmp_path])
+    assert [f.rule for f in found if f.file.endswith("a.py")] == rules
+    assert sum(f.file.endswith("b.py") for f in found) == 2  # and the others are read
+
+
+def test_invalid_escapes_of_others_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scan_source("import torch\ns = '\\d'\ntorch.cuda.synchronize()\n")
+
+
+def test_five_thousand_lines_a_second():
+    source = "".join(p.read_text() for p in sorted(_project()))
+    many, lines = 10, source.count("\n")
+    start = time.process_time()
+    for _ in range(many):
+        scan_source(source)
+    assert many * lines / (time.process_time() - start) > 5_000
+
+
+def _project():
+    from pathlib import Path
+
+    return (Path(__file__).parents[2] / PROJECT).glob("*.py")
+
+
+def test_report_inline(tmp_path):
+    path = tmp_path / "<b>.py"
+    path.write_text("import torch\nx = torch.ones(3).cuda(), '<script>alert(1)</script>'\n")
+    found = sb.port.report(path)
+    assert len(found) == 1
+    assert "cuda-method" in str(found)
+    page = found._repr_html_()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "&lt;b&gt;.py" in page
+    assert list(found.counts().values()) == [{"breaks": 1, "wrong": 0, "slow": 0, "style": 0}]
+    with pytest.raises(ValueError, match="no path"):
+        sb.port.report()
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        sb.port.report(tmp_path / "none.py")
