@@ -45,7 +45,12 @@ def drawn(t, category=None):
 
 
 def inside(inner, outer):
-    return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+    """In whole nanoseconds: sums of microseconds as floats differ in their last bit."""
+
+    def span(e):
+        return round(e["ts"] * 1000), round(e["ts"] * 1000) + round(e["dur"] * 1000)
+
+    return span(outer)[0] <= span(inner)[0] and span(inner)[1] <= span(outer)[1]
 
 
 def mlp(*sizes):
