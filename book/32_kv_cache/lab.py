@@ -73,6 +73,7 @@ print(inspect.getsource(CachedLM.forward))
 #   `max_len`, before anything is written.
 # - `length`, [B]: the tokens of each row.
 # - `truncate(lengths)`, [B] or one number: forget what lies behind.
+# - `keys`, `values` and `max_len`: names that exercise 4 uses.
 #
 # **Predict** first: how many bytes does a cache for 3 rows of 20 tokens take in bf16, with 2 kv heads
 # of 16? (One layer.)
@@ -287,7 +288,8 @@ for truncate in (True, False):
 #
 # `sliding_window_append(cache, k, v, window)` appends to a `KVCache` of `max_len = window` so that it
 # holds the last `window` tokens of each row, in order. A chunk may be longer than the window, and
-# rows may have different lengths. It returns what `append` returns.
+# rows may have different lengths. It returns what `append` returns. A cache has `append`, `truncate`,
+# `length` and `max_len` as in exercise 1, and its room in `keys` and `values`, [B, Hkv, max_len, D].
 #
 # <details><summary>Hint 1</summary>
 #
