@@ -73,7 +73,7 @@ def check(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     number = args.chapter[:2]
-    chapter = int(number) if number.isdigit() else 0
+    chapter = int(number) if number.isdecimal() else 0
     if chapter not in CHAPTERS or not exercises(chapter):
         there = ", ".join(str(c) for c in CHAPTERS if exercises(c))
         return _refuse(f"there is no chapter {args.chapter} with checks; there are {there}")
@@ -84,8 +84,8 @@ def check(argv: list[str]) -> int:
             f"chapter {chapter} has no exercise {', '.join(unknown)}; it has {', '.join(names)}"
         )
     asked = [n for n in names if not args.exercise or n in args.exercise]
-    if args.timeout <= 0:
-        return _refuse("--timeout must be more than 0 seconds")
+    if not 0 < args.timeout <= 1e6:  # nan is neither
+        return _refuse("--timeout must be a number of seconds above 0, at most a million")
 
     from .checks import isolate
 

@@ -11,6 +11,7 @@ import torch
 from .ledger import Ledger, Rank, at, place
 from .output import ranks_text
 
+LONG = 4000  # characters of an exception's text; .causes has it whole
 _TORCH = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(__file__)
 _OURS = tuple(os.path.join(_HERE, f) for f in ("worker.py", "ranks.py", "in_place.py", "calls.py"))
@@ -116,6 +117,8 @@ def raised(name: str, error: BaseException, frames: list[tuple]) -> str:
     text = str(error)
     if isinstance(error, RuntimeError):
         text = text.removeprefix(f"{name}: ")  # an exception that can't be sent became this one
+    if len(text) > LONG:
+        text = f"{text[:LONG]} … ({len(text):,} characters)"
     frames = [f for f in frames if not _internal(f[0])]
     line = f" ({place(*frames[-1][:2])})" if frames else ""
     if isinstance(error, SystemExit):

@@ -46,8 +46,8 @@ def ranks(line: str, cell: str) -> Any:
 def options(line: str) -> tuple[int, bool, float]:
     """(ranks, trace, timeout) of the magic's line; ValueError with the usage if it has others."""
     world_size, trace, timeout = 4, False, 60.0
-    words = shlex.split(line)
     try:
+        words = shlex.split(line)
         while words:
             word = words.pop(0)
             if word == "--trace":

@@ -25,6 +25,9 @@ import torch.multiprocessing
 from . import diagnose, follow, output, worker
 from .device import too_few
 
+MOST_RANKS = 256  # a slip of the finger must not fill the memory with processes
+LONGEST = 30 * 24 * 3600  # seconds: a month
+
 
 class RankError(RuntimeError):
     """A run failed. `.causes` maps rank -> the exception of that rank, where there is one.
@@ -80,8 +83,16 @@ def run(
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size is {world_size!r}: it must be a whole number, at least 1")
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"timeout is {timeout!r}: it must be a number of seconds above 0")
+    if world_size > MOST_RANKS and "RANK" not in os.environ:
+        raise ValueError(
+            f"world_size is {world_size}: at most {MOST_RANKS} ranks are started on one machine; "
+            "torchrun takes more over several"
+        )
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not number or not 0 < timeout <= LONGEST:
+        raise ValueError(
+            f"timeout is {timeout!r}: it must be a number of seconds above 0, at most {LONGEST}"
+        )
     if not callable(fn):
         raise ValueError(f"the first argument is {fn!r}: it must be a function, not its result")
     if worker.in_rank:
@@ -184,6 +195,7 @@ def _started(world_size: int, folder: str) -> Iterator[list]:
     finally:
         mine = context.processes if context else set(multiprocessing.active_children()) - before
         for process in mine:
+            worker.end_group(process.pid)
             process.kill()
         for process in mine:
             process.join(10)

@@ -5,6 +5,7 @@ A rank leaves three files in the run's folder: what it printed, a log of its cal
 early is told apart from one whose connection broke.
 """
 
+import contextlib
 import faulthandler
 import io
 import multiprocessing
@@ -58,6 +59,8 @@ def main(local_rank: int, folder: str) -> None:
         job = pickle.load(f)
     _capture(f"{folder}/output-{local_rank}")
     log = _Log(f"{folder}/calls-{local_rank}")
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # a group of its own, so that what this rank starts can be ended with it
     log.write("S", os.getpid())
     _end_with_parent()
     warnings.formatwarning = lambda message, kind, *_, **__: f"{kind.__name__}: {message}\n"
@@ -69,7 +72,8 @@ def main(local_rank: int, folder: str) -> None:
         # The last resort, should this process be stuck where no Python runs and the parent be gone.
         faulthandler.dump_traceback_later(job["timeout"] + 30, exit=True, file=stack)
         kind, outcome = _attempt(job, local_rank, log)
-        sys.stdout.flush()
+        with contextlib.suppress(Exception):  # closed, or replaced by something else
+            sys.stdout.flush()
         with open(f"{folder}/outcome-{local_rank}", "wb") as f:
             f.write(outcome)
         log.write("F", kind)
@@ -122,14 +126,22 @@ def _failure(error: BaseException) -> bytes:
         (f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)
     ]
     name = type(error).__name__
-    for candidate in (error, RuntimeError(f"{name}: {error}")):
+    for candidate in (error, RuntimeError(f"{name}: {_text(error)}")):
         try:
+            str(candidate)  # it is shown, so it must have a text
             payload = dumps(("error", candidate, (name, frames)))
             cloudpickle.loads(payload)  # some exceptions pickle, but don't come back
             return payload
         except Exception:
             continue
     raise AssertionError("a RuntimeError can always be pickled")
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text can't be shown)"
 
 
 def _environment(job: dict, local_rank: int) -> dict[str, str]:
@@ -172,9 +184,17 @@ def _end_with_parent() -> None:
 
     def wait():
         multiprocessing.connection.wait([parent.sentinel])
+        end_group(os.getpid())
         os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def end_group(pid: int) -> None:
+    """Kill what the rank of this pid has started and left behind, and the rank."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(OSError):  # it has no group yet, or no member any more
+            os.killpg(pid, signal.SIGKILL)
 
 
 class _Log:

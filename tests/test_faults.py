@@ -5,6 +5,7 @@ The faults in the table run in this process; those of a notebook's kernel are at
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardbook as sb
-from tests.processes import descendants
+from tests.processes import alive, descendants, wait_until
 
 pytestmark = pytest.mark.usefixtures("on_cpu")  # what is tested is how ranks start, fail and end
 
@@ -300,6 +301,60 @@ def test_causes_are_the_exceptions_of_the_ranks():
     assert isinstance(caught.value.causes[2], ValueError)
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def test_an_exception_without_a_text_still_names_itself():
+    def raises():
+        raise Unprintable()
+
+    with pytest.raises(sb.RankError, match=r"raised Unprintable: .its text can't be shown"):
+        sb.run(raises, world_size=1)
+
+
+def test_a_long_message_is_cut_and_kept_whole_in_causes():
+    def raises():
+        raise ValueError("x" * 1_000_000)
+
+    with pytest.raises(sb.RankError, match="1,000,000 characters") as caught:
+        sb.run(raises, world_size=1)
+    assert len(str(caught.value)) < 6000
+    assert len(str(caught.value.causes[0])) == 1_000_000
+
+
+def test_a_rank_may_close_or_replace_its_stdout():
+    def closes(replace: bool):
+        print("before")
+        sys.stdout.close()
+        if replace:
+            sys.stdout = None
+        return 5
+
+    for replace in (False, True):
+        result = sb.run(closes, replace, world_size=1)
+        assert (result.values, result.output) == ([5], ["before\n"])
+
+
+def test_what_a_rank_starts_ends_with_it(before):
+    def starts(how: str):
+        child = subprocess.Popen(["sleep", "300"])
+        print(child.pid, flush=True)
+        if how == "exit":
+            os._exit(0)
+        return child.pid
+
+    pids = sb.run(starts, "return", world_size=2).values
+    assert wait_until(lambda: not any(map(alive, pids)), 5), "children of ranks outlive the run"
+    with pytest.raises(sb.RankError, match="exit code 0") as caught:
+        sb.run(starts, "exit", world_size=1)
+    assert wait_until(lambda: not alive(int(caught.value.output[0])), 5)
+    assert not ranks_alive(before)
+
+
 def test_ten_megabytes_of_prints(capfd, before):
     def floods():
         for i in range(100_000):
@@ -332,10 +387,16 @@ def test_fifty_ranks(before):
     assert not ranks_alive(before)
 
 
-@pytest.mark.parametrize("world_size", [0, -1, True, 2.0, "4", None])
+@pytest.mark.parametrize("world_size", [0, -1, True, 2.0, "4", None, 10**6])
 def test_world_size_must_be_a_positive_whole_number(world_size):
     with pytest.raises(ValueError, match="world_size is"):
         sb.run(total, 1, world_size=world_size)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, True, "5", None, float("nan"), float("inf"), 1e12])
+def test_timeout_must_be_a_number_of_seconds(timeout):
+    with pytest.raises(ValueError, match=r"timeout is .* a number of seconds above 0"):
+        sb.run(total, 1, world_size=1, timeout=timeout)
 
 
 def test_what_cannot_be_sent_is_named():
