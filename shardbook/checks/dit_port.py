@@ -46,7 +46,7 @@ def rope_3d(answer, report):
         "any positions, in any order: a rank's part of the tokens starts anywhere",
         hint="read the positions, do not count from 0",
     ):
-        some = torch.tensor([[7, 0, 2], [1, 3, 3], [0, 9, 1], [5, 5, 0]])
+        some = torch.tensor([[7, 4, 2], [3, 6, 3], [2, 9, 1], [5, 5, 8]])
         cos, sin = answer(some.to(device()), 8, (2, 4, 2))
         wanted = _tables(some, (2, 4, 2))
         close(cos, wanted[0], "cos")

@@ -1,6 +1,7 @@
 """A diffusion transformer over several ranks: by heads (tensor parallel) or by tokens (Ulysses)."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -94,18 +95,18 @@ class TensorParallelDiTBlock(nn.Module):
         return x + gate_mlp[:, None] * h
 
 
-class _Ulysses(TorchFunctionMode):
-    """Inside it, scaled_dot_product_attention attends over the tokens of all ranks."""
+class attending(TorchFunctionMode):
+    """Inside it, scaled_dot_product_attention(q, k, v) is attend(q, k, v, group=group)."""
 
-    def __init__(self, group: Group):
+    def __init__(self, attend: Callable[..., Tensor], group: Group):
         super().__init__()
-        self.group = group
+        self.attend, self.group = attend, group
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             with torch._C.DisableTorchFunction():
-                return ulysses_attention(*args, group=self.group, **kwargs)
+                return self.attend(*args, group=self.group, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -138,7 +139,7 @@ def ulysses_dit_forward(
     hooks = [b.register_forward_pre_hook(enter, with_kwargs=True) for b in model.blocks]
     hooks.append(model.final_layer.register_forward_hook(leave))
     try:
-        with _Ulysses(group):
+        with attending(ulysses_attention, group):
             return model(x, t, labels)
     finally:
         for hook in hooks:

@@ -1,0 +1,577 @@
+# %% [markdown]
+# # 44 · The port: a diffusion transformer leaves CUDA
+#
+# After this chapter you can
+# - read a CUDA-only project and list what will stop, differ or be slow on an NPU,
+# - port it step by step, and prove the port: same losses, same samples, from the same noise,
+# - find the mistake that no checker finds, by comparing values,
+# - run the diffusion transformer over ranks by heads, by tokens, and both, and say what it sends,
+# - tune a video model towards a preference, and measure what that cost.
+#
+# Time: 90 minutes to read, two hours for the lab. It builds on chapters 22 (tensor parallel), 24
+# (Ulysses, ring) and 43 (the DiT, flow matching).
+
+# %%
+import shardbook as sb
+
+import inspect
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardbook import calls, plot
+from shardbook.models.diffusion import euler_sample, flow_matching_loss
+from shardbook.models.dit import DiT, DiTBlock, modulate
+from shardbook.models.preference import (
+    drift,
+    goes_right,
+    prefer,
+    sliding_blocks,
+    squared_error,
+)
+from shardbook.models.rope3d import rope_3d
+from shardbook.models.train import seeded, train
+from shardbook.parallel.dit import TensorParallelDiTBlock, attending, ulysses_dit_forward
+from shardbook.parallel.ring import ring_attention
+from shardbook.parallel.tensor import gather_from_group
+from shardbook.parallel.ulysses import ulysses_attention
+from shardbook.port.project import CudaAsCpu, modules, stub_cuda_libraries
+from shardbook.port.rules import RULES
+
+CHAPTER = Path(sb.__file__).parents[1] / "book/44_dit_port"
+ORIGINAL, PORT = CHAPTER / "cuda_project", CHAPTER / "ported_project"
+
+# %% [markdown]
+# ## What arrived
+#
+# Somebody's video diffusion transformer, `cuda_project`: training and sampling, seven files, written
+# for this chapter in the manner of public DiT repositories. It has only ever run on NVIDIA GPUs.
+
+# %%
+for path in sorted(ORIGINAL.glob("*.py")):
+    text = path.read_text().splitlines()
+    print(f"{path.name:14} {len(text):4} lines   {text[0].strip(chr(34))}")
+
+# %% [markdown]
+# ## Read it with the checker
+#
+# `sb.port.report` reads source without running it and follows names as far as a file shows
+# (`from torch import cuda as gpu`, `"cuda:%d" % rank`, `getattr(torch, "cuda")`). On the command
+# line it is `python -m shardbook port PATH`. Four severities: **breaks** stops with an error,
+# **wrong** runs and differs silently, **slow**, and **style**, which has no effect.
+
+# %%
+report = sb.port.report(ORIGINAL)
+for file, count in report.counts().items():
+    print(f"{Path(file).name:14}", "  ".join(f"{n:3} {s}" for s, n in count.items()))
+print(len(report), "findings; in the finished port:", len(sb.port.report(PORT)))
+
+# %%
+rules = Counter(f.rule for f in report.findings if f.severity == "wrong")
+for rule, n in rules.most_common():
+    print(f"{n} x {RULES[rule].what}\n      why      {RULES[rule].why}")
+    print(f"      instead  {RULES[rule].instead}")
+
+# %% [markdown]
+# Begin with these. What *breaks* tells you itself; what is *wrong* gives a model that trains,
+# with another seed on each start, in fp32 although the script says bf16. Two of them, run here:
+
+# %%
+layer, x = nn.Linear(3, 3), torch.ones(2, 3)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        print("under autocast for CUDA, without CUDA:", layer(x).dtype)
+devices = torch.cuda.device_count()  # port: example
+try:
+    print("device of rank 0:", 0 % devices)
+except ZeroDivisionError as error:
+    print("rank % device_count():", type(error).__name__)
+
+# %% [markdown]
+# The whole table, one file at a time; open what you want to read.
+
+# %% tags=["nbval-ignore-output"]
+sb.port.report(ORIGINAL / "diffusion.py")
+
+# %% [markdown]
+# How far to trust it: on 21 files of Latte, SiT and PixArt-alpha that were annotated by reading before
+# it first ran on them, it found 33 of 37 places that break and 56 of 60 places of any severity, with
+# no false alarm in 83. What was missed led to general rules; then, on 23 files of four other
+# repositories (EDM2, Open-Sora, Wan2.1, HunyuanDiT), again annotated first, 48 of 48 and 82 of 82,
+# and 7 of 91 findings that the annotation did not have: on a second look, 6 of these were right.
+# A checker reads one file at a time. It cannot know what a function of another file returns, nor that
+# a formula is wrong. Both happen below.
+#
+# ## The figure and the code
+#
+# The port's model, traced: each block of the DiT figure (arXiv 2212.09748) is one module. The video
+# becomes `frames x rows x columns` tokens; the condition enters every block through adaLN.
+
+# %%
+port = modules(PORT, "model", "ops", "diffusion")
+model = seeded(lambda: port.model.ClipDiT(), 0).to(sb.device())
+video = torch.randn(2, 1, 8, 16, 16, generator=torch.Generator().manual_seed(1)).to(sb.device())
+t, y = torch.tensor([300.0, 700.0]).to(sb.device()), torch.tensor([3, 7]).to(sb.device())
+parts = {
+    "patchify": model.embed,
+    "timestep embedder": model.time,
+    "label embedder": model.label,
+    "a DiT block": model.blocks[0],
+    "  its adaLN": model.blocks[0].modulation,
+    "  its attention": model.blocks[0].attn,
+    "  its MLP": model.blocks[0].mlp,
+    "final layer": model.head,
+}
+for name, part in parts.items():
+    print(f"{name:18} {sum(p.numel() for p in part.parameters()):7} parameters")
+print("tokens:", 8 * 4 * 4, "of", 4 * 4, "values")
+
+# %% tags=["nbval-ignore-output"]
+with sb.trace(model) as trace, torch.no_grad():
+    model(video, t, y)
+trace
+
+# %% [markdown]
+# | figure | `cuda_project` | what is CUDA's there | port |
+# |---|---|---|---|
+# | patchify | `model.ClipDiT.embed`, Conv3d | no bf16 kernel for conv3d | a Linear over each patch |
+# | position | `precompute_freqs`, `apply_rotary` | float64, complex | real cos and sin, fp32 |
+# | timestep | `TimestepEmbedder` | float64 on the device | fp32 |
+# | adaLN, modulate | `ops.norm_modulate` | a fused op; the fallback | torch's layer_norm |
+# | attention | `ops.attention`, flash_attn | the library, its layout, its fp16 | SDPA |
+# | noise, time | `diffusion.flow_loss`, `sample` | CUDA's generator and types | CPU generator |
+# | step | `train.train` | nccl, apex, amp, nvtx, device numbers | `device.setup`, torch |
+#
+# ## Port it, step by step
+#
+# **1. One place decides the device.** Everything else receives it. `device.py` of the port is the
+# only file that may ask; it also takes the process group's backend from the device.
+
+# %%
+source = (PORT / "device.py").read_text()
+print(source[source.index("def pick") : source.index("def synchronize")].strip())
+
+# %% [markdown]
+# **2. Random numbers come from the CPU.** One seed gives other numbers on every device. With a CPU
+# generator and `.to(device)` a run can be compared with another device's at all. (The price is a
+# copy a step; drop it when the proof is done, if it matters.)
+#
+# **3. Real numbers.** A complex rotary embedding multiplies the pair (a, b) by exp(i angle). The same
+# is (a cos - b sin, b cos + a sin): two real tables, and fp32 is enough. Is it?
+
+# %%
+stub_cuda_libraries()
+with CudaAsCpu():
+    original = modules(ORIGINAL, "model", "ops")
+    table = original.model.precompute_freqs(8, 4, 4, (8, 8, 8))
+    q = torch.randn(2, 128, 4, 24, generator=torch.Generator().manual_seed(2))
+    turned = original.model.apply_rotary(q, table)
+cos, sin = port.model.rotary_tables(8, 4, 4, (8, 8, 8))
+error = (port.model.apply_rotary(q, cos, sin) - turned).abs().max()
+print("complex in float64:", table.dtype, "  real tables:", cos.dtype)
+print("the same within 1e-5:", bool(error < 1e-5))
+grid = torch.cartesian_prod(torch.arange(8), torch.arange(4), torch.arange(4))
+ours = rope_3d(grid, 24, (8, 8, 8))
+print("and as chapter 43's:", torch.allclose(ours[0], cos, atol=1e-6))
+
+# %% [markdown]
+# `CudaAsCpu` runs parts of the original here: inside it, "cuda" means the CPU. That is how you get
+# reference numbers without a GPU. It is a reference, not a port. flash_attn is replaced by SDPA on
+# the CPU, rounded to fp16 as the library does.
+#
+# **4. Convolution.** A patch lies inside one frame, so the Conv3d with kernel = stride (1, p, p) is a
+# linear layer over p x p values. Same weights, one reshape, no bf16 conv3d kernel needed.
+#
+# **5. Attention.** flash_attn takes `[B, S, H, D]`, SDPA `[B, H, S, D]`. Both accept the wrong layout
+# without a word when the sizes allow it.
+
+# %%
+k, v = (torch.randn(q.shape, generator=torch.Generator().manual_seed(s)) for s in (3, 4))
+flash = original.ops.attention(q, k, v)
+sdpa = port.ops.attention(q, k, v)
+wrong = F.scaled_dot_product_attention(q, k, v).flatten(2)  # attends over heads, not tokens
+print("SDPA, transposed, within fp16's 5e-3:", bool((flash - sdpa).abs().max() < 5e-3))
+print("SDPA, layout forgotten:              ", bool((flash - wrong).abs().max() < 5e-3))
+print("and its shape is the same:           ", wrong.shape == flash.shape)
+
+# %% [markdown]
+# **6. The fused op.** `norm_modulate` calls a compiled CUDA op, and has a fallback for other devices.
+# The checker says that the branch is lost on an NPU. It does not say that the fallback is right;
+# nobody has ever run it. The op's contract is adaLN's: LayerNorm, times (1 + scale), plus shift.
+
+# %%
+h, shift, scale = (
+    torch.randn(*s, generator=torch.Generator().manual_seed(i))
+    for i, s in enumerate([(2, 128, 96), (2, 96), (2, 96)])
+)
+contract = modulate(F.layer_norm(h, (96,), eps=1e-6), shift, scale)
+fallback = original.ops.norm_modulate(h, shift, scale)
+print("the fallback:", bool((fallback - contract).abs().max() < 1e-5))
+print(
+    "the port:    ", bool((port.ops.norm_modulate(h, shift, scale) - contract).abs().max() < 1e-5)
+)
+difference = contract - fallback - F.layer_norm(h, (96,), eps=1e-6)
+print("what is missing is LayerNorm(x), the 1 of 1 + scale:", bool(difference.abs().max() < 1e-5))
+
+# %% [markdown]
+# A model trained with the op and sampled with the fallback gives noise; a model *trained* with the
+# fallback learns around it, and nobody notices until a checkpoint changes machines. **Test every
+# fallback against its fused op before the first training step.**
+#
+# **7. The rest of the list** is mechanical: `torch.autocast(device.type, …)`, torch's AdamW, no
+# CUDA graph, `dist.init_process_group` with the device's backend, MAX of a flag instead of a bitwise
+# or, processes by spawn. `python -m shardbook port --fix` shows the rewrites that are always safe as
+# a diff.
+#
+# ## Prove it
+#
+# Same weights, same noise, same times: then the losses have to agree, step by step, and the samples.
+# The reference is the original's model on the CPU with the fused op's contract in place of the
+# fallback. First with its fp16 attention, then with attention in fp32, to see which part of the
+# difference is rounding.
+
+
+# %%
+def filled(model, seed=0):
+    """Weights from one CPU generator, none zero: adaLN-Zero would hide most of the model."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.05)
+    return model
+
+
+def attention_in_fp32(q, k, v):
+    return port.ops.attention(q, k, v)
+
+
+def reference_model(fallback=False, fp16=True):
+    """The original's model on the CPU."""
+    ops = original.ops
+    original.model.norm_modulate = ops.norm_modulate if fallback else port.ops.norm_modulate
+    original.model.attention = ops.attention if fp16 else attention_in_fp32
+    with CudaAsCpu():
+        return filled(original.model.ClipDiT())
+
+
+def learn(model, steps=12):
+    """The losses of a few steps on noise clips; everything random is drawn on the CPU."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(4, 1, 8, 16, 16, generator=generator).sign().to(device)
+        labels = torch.randint(12, (4,), generator=generator).to(device)
+        loss = port.diffusion.flow_loss(model, x, labels, generator)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def draw(model):
+    labels = torch.tensor([0, 5, 11]).to(next(model.parameters()).device)
+    return port.diffusion.sample(model, labels, (1, 8, 16, 16), steps=4, guidance=2.0).cpu()
+
+
+ported = port.model.ClipDiT()
+ported.load_state_dict(port.model.from_original(reference_model().state_dict()))
+ported.to(sb.device())
+samples, curves = {"the port": draw(ported)}, {"the port": learn(ported)}
+for name, options in {
+    "original, attention in fp32": {"fp16": False},
+    "original": {},
+    "original with its fallback": {"fallback": True},
+}.items():
+    reference = reference_model(**options)
+    samples[name], curves[name] = draw(reference), learn(reference)
+
+
+def agree(name, tolerance):
+    loss = max(abs(a - b) for a, b in zip(curves["the port"], curves[name], strict=True))
+    sample = (samples["the port"] - samples[name]).abs().max().item()
+    print(f"{name:28} losses and samples within {tolerance}: {loss < tolerance}, ", end="")
+    print(sample < tolerance)
+
+
+agree("original, attention in fp32", 1e-4)
+agree("original", 1e-2)
+agree("original with its fallback", 1e-2)
+
+# %% tags=["nbval-ignore-output"]
+plot.curves(curves, "step", "loss")
+plt.show()
+
+# %% [markdown]
+# With attention in fp32 the port is the original. What fp16 attention adds is rounding. And the
+# fallback's curve falls as prettily as the others: *the loss going down proves nothing*, the same
+# loss at the same step does.
+#
+# This runs in CI on the CPU and on a stand-in NPU that refuses float64, complex numbers and
+# "cuda" as an NPU does: the unported project stops there only at places that the checker named, the
+# port gives the same losses and samples, on 1 and on 4 ranks.
+#
+# ## Parallel: by heads, by tokens, or both
+#
+# A video has many tokens: 75,888 in Step-Video-T2V (arXiv 2502.10248), of width 6144. One block over
+# four ranks, three ways, and a 2 x 2 mesh with heads cut in one direction and tokens in the other.
+#
+# - **Tensor parallel**: heads and hidden channels cut, all tokens on every rank. adaLN depends on
+#   `[B, D]` only and stays whole; the biases of the second layers are added once.
+# - **Ulysses** and **ring**: tokens cut, weights whole. Everything but attention works on single
+#   tokens, so only attention communicates. A rank's rotary tables are those of *its* positions.
+#
+# Predict: bytes a block hands to collectives forward, B=2, S=48, D=24 in fp32, on 4 ranks.
+
+# %% predict="tensor ulysses ring"
+tensor = 2 * (2 * 48 * 24 * 4)  # two all-reduces of [B, S, D]
+ulysses = 4 * (2 * 12 * 24 * 4)  # four all-to-alls of [B, S/P, D]
+ring = 2 * 3 * (2 * 12 * 24 * 4)  # K and V, P - 1 times [B, S/P, D]
+
+
+# %%
+GRID = torch.cartesian_prod(torch.arange(3), torch.arange(4), torch.arange(4))  # 48 tokens
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(3)
+    x, c, weight = (
+        torch.randn(*s, generator=generator) for s in ((2, 48, 24), (2, 24), (2, 48, 24))
+    )
+    rope = tuple(table.to(sb.device()) for table in rope_3d(GRID, 6, (2, 2, 2)))
+    return (*(v.to(sb.device()) for v in (x, c, weight)), rope)
+
+
+def one_block():
+    return filled(DiTBlock(24, 4), seed=9).to(sb.device())
+
+
+def over_ranks(way):
+    """(error of the output, of the gradients, bytes forward) against the whole block."""
+    heads, tokens = {"tensor": (4, 1), "ulysses": (1, 4), "ring": (1, 4)}.get(way, (2, 2))
+    mesh = init_device_mesh(sb.device().type, (heads, tokens), mesh_dim_names=("heads", "tokens"))
+    by_heads, by_tokens = mesh["heads"].get_group(), mesh["tokens"].get_group()
+    rank = dist.get_rank(by_tokens)
+    x, c, weight, rope = inputs()
+    whole, block = one_block(), one_block()
+    expected = whole(x, c, rope=rope)
+    (expected * weight).sum().backward()
+    if heads > 1:
+        block = TensorParallelDiTBlock(block, by_heads)
+    attend = ring_attention if way == "ring" else ulysses_attention
+    mine = x.chunk(tokens, 1)[rank]  # [B, S/P, D]
+    tables = tuple(table.chunk(tokens)[rank] for table in rope)  # of our positions
+    with calls.record() as log:
+        if tokens > 1:
+            with attending(attend, by_tokens):
+                out = block(mine, c, rope=tables)
+        else:
+            out = block(mine, c, rope=tables)
+    with attending(attend, by_tokens):  # backward communicates by itself
+        (out * weight.chunk(tokens, 1)[rank]).sum().backward()
+    grad, wanted = block.attn.proj.bias.grad, whole.attn.proj.bias.grad
+    modulation = block.adaLN_modulation[1].weight.grad
+    for g in (grad, modulation):
+        dist.all_reduce(g, group=by_tokens)  # tokens of all ranks
+    errors = [(grad - wanted).abs().max() / wanted.abs().max()]
+    wanted = whole.adaLN_modulation[1].weight.grad
+    errors.append((modulation - wanted).abs().max() / wanted.abs().max())
+    error = (out - expected.chunk(tokens, 1)[rank]).abs().max().item()
+    moved = {op: nbytes for op, (_, nbytes) in calls.summary(log).items() if op != "recv"}
+    return error, max(errors).item(), moved
+
+
+ways = {}
+for way in ("tensor", "ulysses", "ring", "tensor 2 x ulysses 2"):
+    results = sb.run(over_ranks, way, world_size=4).values
+    ways[way] = results[0][2]
+    out, grads = max(r[0] for r in results), max(r[1] for r in results)
+    print(
+        f"{way:21} output within 1e-5: {out < 1e-5}, gradients within 1e-4: {grads < 1e-4}", end=""
+    )
+    print("  ", results[0][2])
+
+# %%
+sb.predict("tensor ", tensor, ways["tensor"]["all_reduce"])
+sb.predict("ulysses", ulysses, ways["ulysses"]["all_to_all"])
+sb.predict("ring   ", ring, ways["ring"]["send"])
+
+# %% [markdown]
+# The whole model by tokens, traced on four ranks: between embedding and output each rank sees its
+# own quarter of the clip. Look for the four all-to-alls of a block.
+
+
+# %% tags=["nbval-ignore-output"]
+def traced():
+    model = filled(DiT(1, (4, 8, 8), 48, 2, 4, 12, patch=2)).to(sb.device())
+    generator = torch.Generator().manual_seed(1)
+    clip = torch.randn(1, 1, 4, 8, 8, generator=generator).to(sb.device())
+    time, label = torch.tensor([0.4]).to(sb.device()), torch.tensor([2]).to(sb.device())
+    with sb.mark("forward"), torch.no_grad():
+        ulysses_dit_forward(model, clip, time, label)
+
+
+sb.run(traced, world_size=4, trace=True).trace
+
+# %% [markdown]
+# ### A failure to provoke
+#
+# Take the tables of the first positions on every rank, as code does that builds its rotary table
+# from the length of what it sees.
+
+
+# %%
+def first_positions():
+    x, c, _, rope = inputs()
+    block, rank, world = one_block(), dist.get_rank(), dist.get_world_size()
+    with torch.no_grad(), attending(ulysses_attention, None):
+        out = block(x.chunk(world, 1)[rank], c, rope=tuple(table[:12] for table in rope))
+        out = gather_from_group(out, 1)
+    expected = block(x, c, rope=rope)
+    return (out - expected).abs().amax((0, 2)).view(world, -1).amax(1).gt(1e-5).tolist()
+
+
+print("tokens of ranks 0 to 3 are off:", sb.run(first_positions, world_size=4).values[0])
+
+# %% [markdown]
+# Even rank 0's tokens are off: it turned its queries rightly, and met keys that were not. Nothing
+# raises, and a model trained like this finds its frames in one place.
+#
+# ### The same block at Step-Video's size
+#
+# The formulas do not care about the size. One sample in bf16, forward, for one block:
+
+# %%
+S, D = 75_888, 6144
+
+
+def block_bytes(P):
+    whole = S * D * 2  # bytes of [1, S, D] in bf16
+    return {
+        "tensor": 2 * whole,
+        "ulysses": 4 * whole / P,
+        "ring": 2 * (P - 1) * whole / P,
+        "tensor x ulysses": 2 * whole / (P / 4) + 4 * whole / (P / 4) / 4,  # 4 ranks by heads
+    }
+
+
+for P in (4, 8, 16):
+    text = "  ".join(f"{name} {n / 1e9:.2f} GB" for name, n in block_bytes(P).items())
+    print(f"{P:2} ranks: {text}")
+print(f"weights of a block, bf16: {18 * D * D * 2 / 1e9:.2f} GB")
+
+# %%
+plot.bars(
+    {f"{P} ranks": {n: b / 1e9 for n, b in block_bytes(P).items()} for P in (4, 8, 16)},
+    "GB a block, forward",
+)
+plt.show()
+
+# %% [markdown]
+# Ulysses sends less with every rank, tensor parallel never does; but only tensor parallel cuts the
+# weights. Of 48 heads, Ulysses divides by 4, 8 and 16; the ring has no such limit. (Sizes
+# handed to the collectives; a ring all-reduce puts up to twice that on the wire.)
+#
+# ## Prefer: Video-DPO
+#
+# A model that fits the data is not yet the one people want. Direct preference optimisation takes
+# pairs, one video preferred to the other, and no reward model: the error on the winner should fall
+# more than the reference's, compared with the loser (Diffusion-DPO, arXiv 2311.12908). Step-Video's
+# last training stage does this with pairs that people judged.
+#
+# Ours is a model of a block that slides left or right, and a rule that measures the direction. We
+# prefer right. The model is trained first, on both alike.
+
+
+# %%
+def batch_loss(model, generator):
+    x = sliding_blocks(32, generator)
+    noise, t = torch.randn(x.shape, generator=generator), torch.rand(32, generator=generator)
+    labels = torch.zeros(32, dtype=torch.int64)
+    return flow_matching_loss(model, *(v.to(sb.device()) for v in (x, labels, noise, t)))
+
+
+def some(model, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(count, 1, 4, 8, 8, generator=generator).to(sb.device())
+    labels = torch.zeros(count, dtype=torch.int64, device=sb.device())
+    return euler_sample(model, noise, labels, 12)
+
+
+small = seeded(lambda: DiT(1, (4, 8, 8), 48, 2, 4, 1, patch=2), 0).to(sb.device())
+reference, losses = train(small, batch_loss, 500, lr=3e-3, warmup=30, ema=0.99)
+print("the loss fell to less than a quarter:", sum(losses[-20:]) < sum(losses[:20]) / 4)
+pool = some(reference, 192, seed=5)
+speed = goes_right(pool)  # pixels a frame
+wins, loses = pool[speed > 0.6], pool[speed < -0.6]
+print("both directions are at least a quarter:", min(len(wins), len(loses)) > 48)
+
+# %%
+clips = pool[[int(speed.argmax()), int(speed.argmin())]].cpu()
+fig, axes = plot.figure(7, 3, 4)
+for f, ax in enumerate(axes):
+    ax.imshow(torch.cat([clips[0, 0, f], clips[1, 0, f]]), cmap="gray", vmin=-1, vmax=1)
+    ax.axhline(7.5, color="white", lw=0.5)
+    ax.set_title(f"frame {f}")
+    ax.set_axis_off()
+plt.show()
+
+# %% [markdown]
+# Above a winner, below a loser, both drawn by the model. Winner and loser of a pair get the same
+# noise and time, and so do model and reference: what is left is the difference between the videos.
+
+# %%
+preferred, curve = prefer(
+    reference, wins, loses, steps=80, beta=BETA, lr=LR, generator=torch.Generator().manual_seed(6)
+)
+held_out = sliding_blocks(64, torch.Generator().manual_seed(1)).to(sb.device())
+noise = torch.randn(held_out.shape, generator=torch.Generator().manual_seed(2)).to(sb.device())
+times = torch.linspace(0.05, 0.95, 64).to(sb.device())
+for name, model in {"reference": reference, "preferred": preferred}.items():
+    moves = goes_right(some(model, 128, seed=9))
+    error = squared_error(model, held_out, noise, times).mean().item()
+    right, left = (moves > 0.6).float().mean().item(), (moves < -0.6).float().mean().item()
+    print(f"{name}: right {right:.1f}, left {left:.1f}, error on the data {error:.1f}")
+before, after = (
+    (goes_right(some(m, 128, seed=9)) > 0.6).float().mean() for m in (reference, preferred)
+)
+print("right rose by more than 0.2:", bool(after > before + 0.2))
+print("velocities moved by less than a fifth:", drift(preferred, reference, held_out, noise) < 0.2)
+
+# %% tags=["nbval-ignore-output"]
+plot.curves({"DPO loss": curve}, "step", "loss")
+plt.show()
+
+# %% [markdown]
+# The loss starts at log 2, where model and reference are one. Read both numbers together: a larger
+# beta or more steps raises the preferred share further and moves the model further from what it
+# knew; a model that draws nothing but its favourite clip has a perfect share.
+#
+# ## On a real cluster
+#
+# - On an Ascend host: CANN and torch_npu of matching versions, then `python -m shardbook doctor`. Start
+#   with one device, fp32, the CPU's losses beside it; then bf16; then the ranks.
+# - SDPA reaches torch_npu's fused attention; for lengths that differ in a batch use
+#   `torch_npu.npu_fusion_attention` with actual sequence lengths. A bf16 Conv3d does not exist.
+# - HCCL has sum, product, min and max; no bitwise reductions. One order of groups on all ranks.
+# - Tensor parallel inside the host (HCCS, NVLink), tokens across hosts (RDMA): Ulysses while heads
+#   divide, the ring beyond.
+# - What the checker calls *slow* you measure: the profiler of torch_npu, not the one of CUDA.
+#
+# | published | figure | source |
+# |---|---|---|
+# | Step-Video-T2V | 30B parameters, 204 frames, 48 blocks, Video-DPO as the last stage | arXiv 2502.10248 |
+# | Diffusion-DPO on SDXL | people preferred it to SDXL with its refiner | arXiv 2311.12908 |
+# | Ulysses | communication stays constant when sequence and devices grow alike | arXiv 2309.14509 |
+#
+# Now do it yourself: [the lab](../labs/44_dit_port.ipynb).
