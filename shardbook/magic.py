@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import worker
 from .device import device
 from .ranks import run
 
@@ -39,8 +40,23 @@ def ranks(line: str, cell: str) -> Any:
     name = shell.compile.cache(source)
     code = compile(_print_last(ast.parse(source, name)), name, "exec")
     names = {n: shell.user_ns[n] for n in sorted(set(_names(code))) if n in shell.user_ns}
+    _can_be_sent(names)
     result = run(_body, code, names, world_size=world_size, timeout=timeout, trace=trace)
     return result.trace
+
+
+def _can_be_sent(names: dict[str, Any]) -> None:
+    for name, value in names.items():
+        if isinstance(value, (torch.Tensor, types.ModuleType)):
+            continue
+        try:
+            worker.dumps(value)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"the cell uses the notebook's {name!r}, which can't be sent to the ranks "
+                f"({reason}); make it inside the cell instead"
+            ) from None
 
 
 def options(line: str) -> tuple[int, bool, float]:

@@ -1,6 +1,7 @@
 """Chapter 24: context parallel, judged against attention over the whole sequence."""
 
 import gc
+import math
 import time
 
 import torch
@@ -101,9 +102,26 @@ def merge_attention(answer, report):
             out, lse = answer(*args)
             close(out, out_a, "out where one side saw no key")
             close(lse, lse_a, "lse where one side saw no key")
-        out, lse = answer(zero, nothing, zero, nothing)
-        close(out, zero, "out where no side saw a key", 0.0)
-        close(lse, nothing, "lse where no side saw a key", 0.0)
+        for nowhere in (zero, out_a):  # whatever such a side holds counts for nothing
+            out, lse = answer(nowhere, nothing, zero, nothing)
+            close(out, zero, "out where no side saw a key", 0.0)
+            close(lse, nothing, "lse where no side saw a key", 0.0)
+    with report.property(
+        "each query by itself: rows of any size, and rows without keys, side by side",
+        hint="take the larger lse of each row, not of the tensor, and choose with torch.where, "
+        "not with an if",
+    ):
+        a, b = (random(2, 3, 4, 5, seed=s) for s in (7, 8))
+        lse_a, lse_b = (random(2, 3, 4, seed=s) for s in (9, 10))
+        lse_a[0], lse_a[:, 1] = lse_a[0] + 500, -torch.inf
+        lse_b[0], lse_b[..., 2] = lse_b[0] + 500, -torch.inf
+        out, lse = answer(*(x.to(where) for x in (a, lse_a, b, lse_b)))
+        both = torch.stack([lse_a, lse_b]).double()  # [2, B, H, S]
+        total_lse = both.logsumexp(0)
+        share = (both - total_lse).exp().nan_to_num(0.0)[..., None]
+        # around 500 numbers of fp32 lie 3e-5 apart, and so do the weights that come of them
+        close(out, (share[0] * a + share[1] * b).float(), "out where rows differ", 1e-4)
+        close(lse, total_lse.float(), "lse where rows differ")
 
 
 # ---- who holds what
@@ -186,7 +204,7 @@ def _attend(answer, kind: str, kv_heads: int = HKV):
         heads = H
         zigzag = kind == "zigzag"
         keep = _positions(S, size, rank, zigzag)
-        q, k, v, grad = (x[:, :, keep].contiguous().to(device()) for x in _qkv(kv_heads, heads))
+        q, k, v, grad = (_as_projected(x[:, :, keep].to(device())) for x in _qkv(kv_heads, heads))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         kwargs = {} if zigzag else {"causal": kind == "causal"}
         saved = []
@@ -206,6 +224,11 @@ def _attend(answer, kind: str, kv_heads: int = HKV):
             (size, rank, tensors, forward, log, flops.get_total_flops(), sum(saved), same_inputs)
         )
     return results
+
+
+def _as_projected(x: Tensor) -> Tensor:
+    """x as a model has it: [B, S, H, D] in memory, since heads are split off the last dimension."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _judge(values, kind: str, kv_heads: int = HKV) -> None:
@@ -287,8 +310,10 @@ def _visitors(answer, kind: str) -> int:
     whole = _qkv()
     marks = [whole[1][0, 0, held[r][0], 0].item() for r in range(world) if r != rank]
     q, k, v = (x[:, :, held[rank]].contiguous().to(device()) for x in whole[:3])
-    del whole
-    with _Visitors(marks) as visitors, torch.no_grad():
+    for x in (q, k, v):
+        x.requires_grad_()  # what an answer keeps for backward counts too
+    del whole, x
+    with _Visitors(marks) as visitors:
         answer(q, k, v)
     return visitors.most
 
@@ -396,7 +421,7 @@ def zigzag_ring_attention(answer, report):
 @check("ulysses_attention")
 def ulysses_attention(answer, report):
     """Heads for sequence."""
-    full = None
+    full, shared = None, {}
     with report.property(
         "out and gradients equal attention over the whole sequence, 1 to 4 ranks",
         hint="after the all-to-all a rank holds ALL positions, in rank order, of H/P heads; the "
@@ -409,8 +434,25 @@ def ulysses_attention(answer, report):
         "kv heads that do not divide by the ranks are replicated until they do",
         hint="copies stand next to their original, and their gradients are summed",
     ):
-        for kv_heads in (1, 2, 6):
-            _judge(report.ranks(_attend, 4, answer, "causal", kv_heads), "causal", kv_heads)
+        shared = {n: report.ranks(_attend, 4, answer, "causal", n) for n in (1, 2, 6)}
+        for kv_heads, values in shared.items():
+            _judge(values, "causal", kv_heads)
+    with report.property(
+        "kv heads travel as often as they must, not as often as there are query heads",
+        hint="the smallest multiple of the kv heads that divides by the ranks: lcm(Hkv, P) heads; "
+        "attention itself groups the query heads that share one",
+    ):
+        for kv_heads, values in shared.items():
+            for results in values:
+                for size, rank, _, forward, *_ in results:
+                    heads = 2 * H + 2 * math.lcm(kv_heads, size)  # q and out, k and v
+                    most = B * heads * (S // size) * D * 4
+                    _, nbytes = total(forward, "all_to_all")
+                    expect(
+                        nbytes <= most,
+                        f"rank {rank} of {size} handed {nbytes} bytes of {kv_heads} kv heads to "
+                        f"all-to-alls, expected at most {most}",
+                    )
     with report.property(
         "at most four all-to-alls forward, of one shard each, and nothing else",
         hint="q, k, v in, the output back",

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..device import device
 from .framework import check, close, expect, random, same, unchanged
+from .groups import tensors_of
 
 # (B, H, S, T, D): pairwise distinct, lengths that no block size divides, S above and below T
 SHAPES = [(2, 3, 37, 53, 5), (1, 2, 70, 41, 9), (3, 1, 1, 19, 4), (2, 1, 150, 131, 7)]
@@ -64,6 +65,22 @@ class _Largest(TorchDispatchMode):
         return out
 
 
+class _Reads(TorchDispatchMode):
+    """Notes the largest tensor that a product, an exponential, a maximum or a sum reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel, self.name = 0, ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name != "expand" and any(w in name for w in ("exp", "max", "mm", "mv", "dot", "sum")):
+            for t in tree_leaves(args):
+                if isinstance(t, Tensor) and t.numel() > self.numel:
+                    self.numel, self.name = t.numel(), name
+        return func(*args, **(kwargs or {}))
+
+
 def _never_quadratic(run, s: int, t: int, what: str) -> None:
     with _Largest() as largest:
         run()
@@ -106,6 +123,17 @@ def online_softmax_dot(answer, report):
                 close(out, want.float(), f"out for {what}")
                 got = torch.as_tensor(lse).float().reshape(())
                 close(got, scores.double().logsumexp(0).float(), f"lse for {what}")
+    with report.property(
+        "goes through scores and values block by block",
+        hint="a step sees one block: update the maximum, the sum and the output so far with it",
+    ):
+        scores, values = random(96, seed=7), random(96, 3, seed=8)
+        with _Reads() as reads:
+            answer(scores.to(where), values.to(where), 8)
+        expect(
+            reads.numel <= 8 * 3,
+            f"{reads.name} reads {reads.numel} elements at once, a block of 8 has {8 * 3} values",
+        )
     with report.property(
         "scores of 1000 and of -1000 neither overflow nor vanish",
         hint="subtract the running maximum before exp; start it at -inf, not at 0",
@@ -256,6 +284,19 @@ def flash_attention_backward(answer, report):
         _never_quadratic(lambda: answer(*inputs), 600, 500, "the backward")
 
 
+def _attached(out: Tensor) -> list[Tensor]:
+    """Tensors that autograd.Functions on the way to `out` keep as attributes of their ctx."""
+    todo, seen, found = [out.grad_fn], set(), []
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [n for n, _ in node.next_functions]
+        found += tensors_of(getattr(node, "__dict__", {}))
+    return found
+
+
 @check("flash_attention")
 def flash_attention(answer, report):
     """Both, as one differentiable function."""
@@ -267,7 +308,9 @@ def flash_attention(answer, report):
         for shape in SHAPES:
             for causal in (False, True):
                 q, k, v, grad = _inputs(*shape)
-                leaves = [x.to(where).requires_grad_() for x in (q, k, v)]
+                # as a model has them: heads split off the last dimension, [B, S, H, D] in memory
+                laid = [x.transpose(1, 2).contiguous().to(where).transpose(1, 2) for x in (q, k, v)]
+                leaves = [x.requires_grad_() for x in laid]
                 out = answer(*leaves, causal)
                 close(out, _plain(q, k, v, causal)[0].float(), f"out for {shape}")
                 got = torch.autograd.grad(out, leaves, grad.to(where))
@@ -289,6 +332,8 @@ def flash_attention(answer, report):
             out = answer(*leaves, False)
         wanted = sum(x.numel() for x in (*leaves, out)) + out.shape[:3].numel()
         expect(bool(saved), "nothing was saved for backward: is it differentiable?")
+        for t in _attached(out):
+            saved[t.untyped_storage().data_ptr()] = t.numel()
         total = sum(saved.values())
         expect(total <= wanted, f"{total} elements are kept for backward, expected {wanted}")
     with report.property(

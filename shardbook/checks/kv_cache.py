@@ -50,10 +50,12 @@ def kv_cache(answer, report):
     ):
         cache = _new(answer, 11)
         cache.append(k[:, :, :6], v[:, :, :6])
-        cache.truncate(torch.tensor([2, 6, 4], device=device()))
+        lengths = torch.tensor([2, 6, 4], device=device())
+        cache.truncate(lengths)
         same(_lengths(cache), [2, 6, 4], "length after truncate")
         keys, values = cache.append(k[:, :, 8:10], v[:, :, 8:10])
         same(_lengths(cache), [4, 8, 6], "length after the next append")
+        same(lengths.tolist(), [2, 6, 4], "the tensor that truncate was given, after an append")
         for row, length in enumerate((2, 6, 4)):
             want = torch.cat([k[row, :, :length], k[row, :, 8:10]], dim=1).cpu()
             close(keys[row, :, : length + 2], want, f"the keys of row {row}", 0.0)
@@ -69,6 +71,9 @@ def kv_cache(answer, report):
         same(_lengths(cache), [3] * B, "length after a refused append")
         keys, _ = cache.append(k[:, :, 3:5], v[:, :, 3:5])
         close(keys, k[:, :, :5].cpu(), "the keys after a refused append", 0.0)
+        cache.truncate(torch.tensor([2, 5, 4], device=device()))
+        refuses(cache.append, k[:, :, :2], v[:, :, :2], what="2 tokens where one row has no room")
+        same(_lengths(cache), [2, 5, 4], "length after one row had no room")
     with report.property(
         "it holds room for max_len tokens, once",
         hint="torch.cat at every step keeps old copies alive and copies everything again",
@@ -160,6 +165,11 @@ def cached_attention(answer, report):
     ):
         judge(4, 1, 9, [9, 4, 6], [8, 3, 5], "rows of 9, 4 and 6")
         judge(4, 3, 9, [9, 4, 6], [6, 1, 3], "rows of 9, 4 and 6, 3 new tokens")
+    with report.property(
+        "a row of which fewer keys are valid than there are new tokens",
+        hint="lengths and offset are two limits: a key is seen below both",
+    ):
+        judge(4, 3, 9, [9, 7, 6], [6, 5, 5], "rows with 3, 2 and 1 valid new tokens")
     with report.property(
         "keys beyond a row's length are never seen, whatever stands there",
         hint="mask before the softmax; what is behind the length may be anything",
@@ -283,6 +293,7 @@ def generate(answer, report):
         firsts = [_without_cache(model, row[row >= 0], 9, None) for row in prompt]
         for eos in (firsts[0][2], firsts[3][1]):
             _generates(answer, prompt, 9, eos)
+        _generates(answer, _prompt(4, 5, [0, 1, 0, 3], 11), 9, 0)  # 0 is a token like others
     with report.property(
         "prefill once, then one token a step",
         hint="the cache is there so that old tokens are not computed again",

@@ -55,6 +55,33 @@ def nan_where_nothing_is_seen(out_a, lse_a, out_b, lse_b):
     return out_a + share * (out_b - out_a), lse_a - F.logsigmoid(lse_a - lse_b)
 
 
+@wrong("merge_attention", says="rows differ")
+def one_maximum_for_all_rows(out_a, lse_a, out_b, lse_b):
+    top = torch.maximum(lse_a.max(), lse_b.max())
+    if top == -torch.inf:
+        return torch.zeros_like(out_a), lse_a
+    a, b = (lse_a - top).exp(), (lse_b - top).exp()
+    both = (a + b).clamp(min=1e-38)
+    out = (a[..., None] * out_a + b[..., None] * out_b) / both[..., None]
+    return out, torch.where(a + b > 0, top + both.log(), -torch.inf)
+
+
+@wrong("merge_attention", says="rows differ")
+def all_rows_saw_nothing_or_none(out_a, lse_a, out_b, lse_b):
+    if torch.isinf(lse_a).all():
+        return (torch.zeros_like(out_b) if torch.isinf(lse_b).all() else out_b), lse_b
+    if torch.isinf(lse_b).all():
+        return out_a, lse_a
+    lse = lse_a - F.logsigmoid(lse_a - lse_b)
+    return out_a - torch.sigmoid(lse_b - lse_a)[..., None] * (out_a - out_b), lse
+
+
+@wrong("merge_attention", says="no side saw")
+def keeps_what_nobody_saw(out_a, lse_a, out_b, lse_b):
+    out, lse = by_logaddexp(out_a, lse_a, out_b, lse_b)
+    return torch.where((lse == -torch.inf)[..., None], out_a, out), lse
+
+
 @wrong("merge_attention", says="off by|changed")
 def adds_in_place(out_a, lse_a, out_b, lse_b):
     out, lse = by_logaddexp(out_a, lse_a, out_b, lse_b)
@@ -204,10 +231,12 @@ class _Simple(torch.autograd.Function):
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, device=q.device)
         keys, values = k.contiguous(), v.contiguous()
+        if "as they lie" in faults:
+            keys, values = k, v
         passed = []
         for step in range(world):
             owner = (rank - step) % world
-            if "keeps all" in faults:
+            if "keeps all" in faults or ("for backward" in faults and any(ctx.needs_input_grad)):
                 passed.append((keys, values))
             if not causal or zigzag or owner <= rank or "no skip" in faults:
                 plan = _plan(q, rank, owner, world, causal, zigzag, faults)
@@ -232,6 +261,7 @@ class _Simple(torch.autograd.Function):
                     work.wait()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.args = causal, zigzag, group, faults
+        ctx.blocks = passed if any(ctx.needs_input_grad) else None
         return out
 
     @staticmethod
@@ -308,6 +338,10 @@ wrong("ring_attention", says="out")(_ring("last_block_wins", "last wins"))
 wrong("ring_attention", says="out|causal")(_ring("no_triangle_in_the_own_block", "no triangle"))
 wrong("ring_attention", says="sent|bytes")(_ring("one_round_too_many", "one round too many"))
 wrong("ring_attention", says="holds the keys of 3")(_ring("lets_go_of_no_block", "keeps all"))
+wrong("ring_attention", says="holds the keys of 3")(
+    _ring("keeps_the_blocks_in_ctx_for_backward", "for backward")
+)
+wrong("ring_attention", says="contiguous")(_ring("sends_keys_as_they_lie", "as they lie"))
 
 
 @wrong("ring_attention", says="out")
@@ -323,9 +357,9 @@ def gathers_everything(q, k, v, causal=False, group=None):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group = group
+        ctx.group, x = group, x.contiguous()
         pieces = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(pieces, x.contiguous(), group=group)
+        dist.all_gather(pieces, x, group=group)
         return torch.cat(pieces, 2)
 
     @staticmethod
@@ -445,10 +479,17 @@ def copies_of_kv_heads_far_apart(q, k, v, causal=False, group=None):
 
 
 @wrong("ulysses_attention", says="all-to-alls|bytes")
-def replicates_all_heads(q, k, v, causal=False, group=None):
+def goes_round_twice(q, k, v, causal=False, group=None):
     _divides(q, group)
     out = ulysses.ulysses_attention(q, k, v, causal, group)
     return out + 0 * ulysses.ulysses_attention(q, k, v, causal, group)
+
+
+@wrong("ulysses_attention", says="bytes of . kv heads")
+def one_kv_head_a_query_head(q, k, v, causal=False, group=None):
+    _divides(q, group)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    return ulysses.ulysses_attention(q, k, v, causal, group)
 
 
 class _NoGradient(torch.autograd.Function):

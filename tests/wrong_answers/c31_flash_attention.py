@@ -61,6 +61,28 @@ def without_any_maximum(scores, values, block):
     return out / total, torch.log(torch.as_tensor(total))
 
 
+@wrong("online_softmax_dot", says="reads 96|reads 288")
+def all_at_once(scores, values, block):
+    top = scores.max()
+    p = torch.exp(scores - (0.0 if top == -torch.inf else top))
+    if p.sum() == 0:
+        return torch.zeros_like(values[0]), top
+    return p @ values / p.sum(), top + p.sum().log()
+
+
+@wrong("online_softmax_dot", says="reads")
+def the_maximum_first(scores, values, block):
+    """Two passes: the first for the maximum, so nothing need be rescaled."""
+    top = scores.max()
+    if top == -torch.inf:
+        return torch.zeros_like(values[0]), top
+    total, out = 0, 0
+    for s, v in zip(scores.split(block), values.split(block), strict=True):
+        p = torch.exp(s - top)
+        total, out = total + p.sum(), out + p @ v
+    return out / total, top + total.log()
+
+
 # flash_attention_forward
 
 
@@ -189,6 +211,8 @@ class _Ours(torch.autograd.Function):
         out, lse = flash.flash_attention_forward(q, k, v, causal)
         more = [torch.zeros(q.shape[2], k.shape[2], device=q.device)] if "matrix" in extra else []
         ctx.save_for_backward(q, k, v, out, lse, *more)
+        if "in ctx" in extra:
+            ctx.weights = [torch.zeros(*q.shape[:3], k.shape[2], device=q.device)]
         ctx.causal, ctx.extra = causal, extra
         return out
 
@@ -212,6 +236,7 @@ def _whole(name, *extra):
 
 right("flash_attention")(_whole("a_function_of_our_own"))
 wrong("flash_attention", says="kept for backward")(_whole("saves_a_matrix", "matrix"))
+wrong("flash_attention", says="kept for backward")(_whole("keeps_weights_in_ctx", "in ctx"))
 wrong("flash_attention", says="dk|dv|shape")(_whole("swaps_dk_and_dv", "swapped"))
 wrong("flash_attention", says="off by|dq|dv")(_whole("backward_not_causal", "full backward"))
 
@@ -224,6 +249,12 @@ def no_graph(q, k, v, causal=False):
 @wrong("flash_attention", says="kept for backward|computes|product")
 def by_autograd(q, k, v, causal=False):
     return whole_matrix(q, k, v, causal)[0]
+
+
+@wrong("flash_attention", says="view")
+def views_its_inputs(q, k, v, causal=False):
+    flat = [x.view(-1, 1, *x.shape[2:]) for x in (q, k, v)]
+    return _Ours.apply(*flat, causal, ()).view(q.shape)
 
 
 @wrong("flash_attention", says="off by")

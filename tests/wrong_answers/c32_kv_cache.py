@@ -113,6 +113,32 @@ class AlwaysFp32(RowByRow):
         super().__init__(batch, num_kv_heads, max_len, head_dim, torch.float32, device)
 
 
+@wrong("KVCache", says="one row")
+class LooksAtTheFirstRow(RowByRow):
+    def append(self, k, v):
+        n, room = k.shape[2], self.k.shape[2]
+        if int(self.length[0]) + n > room:
+            raise ValueError(f"{n} more positions do not fit into {room}")
+        top = min(room, int(self.length.max()) + n)
+        for row, at in enumerate(self.length.tolist()):
+            self.k[row, :, at : at + n] = k[row, :, : room - at].detach()
+            self.v[row, :, at : at + n] = v[row, :, : room - at].detach()
+        self.length = (self.length + n).clamp(max=room)
+        return self.k[:, :, :top], self.v[:, :, :top]
+
+
+@wrong("KVCache", says="truncate was given")
+class CountsInTheCallersTensor(RowByRow):
+    def append(self, k, v):
+        length = self.length
+        found = super().append(k, v)
+        self.length = length.add_(k.shape[2])
+        return found
+
+    def truncate(self, lengths):
+        self.length = lengths
+
+
 # cached_attention
 
 
@@ -151,6 +177,7 @@ wrong("cached_attention", says="rows|off by")(
     _attend("one_position_for_all_rows", rows=False, mask_length=False)
 )
 wrong("cached_attention", says="off by")(_attend("unscaled", scale=False))
+wrong("cached_attention", says="valid new tokens")(_attend("ignores_lengths", mask_length=False))
 
 
 @wrong("cached_attention", says="off by")
@@ -175,7 +202,7 @@ def fills_with_zero(q, keys, values, lengths, offset):
 
 
 def _generate(name, unpad=True, truncate=True, last="own", eos_stays=True, cached=True, sample=None,
-              count=0):  # fmt: skip
+              count=0, zero_ends=True):  # fmt: skip
     @torch.no_grad()
     def answer(model, prompt, max_new_tokens, eos=None):
         batch, width = prompt.shape
@@ -196,7 +223,7 @@ def _generate(name, unpad=True, truncate=True, last="own", eos_stays=True, cache
         out, done = [], torch.zeros(batch, dtype=torch.bool, device=prompt.device)
         for i in range(max_new_tokens + count):
             token = step.argmax(-1) if sample is None else step.argmin(-1)
-            if eos is not None:
+            if (eos is not None) if zero_ends else eos:
                 if eos_stays:
                     token = torch.where(done, eos, token)
                 done |= token == eos
@@ -216,6 +243,7 @@ wrong("generate", says="row|new tokens")(_generate("padding_is_seen", unpad=Fals
 wrong("generate", says="row|new tokens")(_generate("position_of_the_longest", truncate=False))
 wrong("generate", says="row|new tokens")(_generate("logits_of_the_padding", last="end"))
 wrong("generate", says="new tokens|eos")(_generate("goes_on_after_eos", eos_stays=False))
+wrong("generate", says="row")(_generate("token_0_never_ends", zero_ends=False))
 wrong("generate", says="called with")(_generate("prompt_again_every_step", cached=False))
 wrong("generate", says="new tokens")(_generate("takes_the_least_likely", sample="min"))
 wrong("generate", says="shape")(_generate("one_token_too_many", count=1))
