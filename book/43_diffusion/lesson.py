@@ -288,7 +288,7 @@ def learn(latents, labels, steps):
 
 
 # %% tags=["nbval-ignore-output"]
-run = sb.run(learn, latents.cpu(), labels.cpu(), 1200, world_size=2, timeout=900)
+run = sb.run(learn, latents.cpu(), labels.cpu(), 1200, world_size=2, timeout=1800)
 (flow_weights, flow_losses), (ddpm_weights, ddpm_losses) = run.values
 
 
@@ -402,7 +402,7 @@ right.text(gs[-1], floor, "floor", ha="right", va="bottom", color="#666666")
 plt.show()
 
 # %%
-threes = [images_of[torch.arange(3, 123, 10)] for _, images_of in judged.values()]
+threes = [made[3:123:10] for _, made in judged.values()]
 show(threes, [f"guidance {g}" for g in gs])
 plt.show()
 
