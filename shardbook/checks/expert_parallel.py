@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import calls
 from ..device import device
 from .framework import check, close, expect, random, refuses, same, unchanged
-from .groups import last_ranks
+from .groups import held, last_ranks
 
 SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
 E, D, K = 12, 5, 2  # experts, width, choices
@@ -418,7 +418,8 @@ def _layer(answer, skew: bool):
         parts = _Parts(skew).to(device())
         given = [weakref.ref(p) for p in parts.experts.parameters()]
         layer = answer(parts.router, list(parts.experts), K, group)
-        held = sum(p.numel() for p in layer.parameters())
+        count = sum(p.numel() for p in layer.parameters())
+        in_memory = held(layer)
         del parts
         alive = _alive(given)
         x = _tokens(rank).to(device()).requires_grad_()
@@ -431,9 +432,8 @@ def _layer(answer, skew: bool):
         if not router:
             router = [torch.zeros(E, D), torch.zeros(E)]
         others = [g for n, g in grads.items() if "router" not in n]
-        results.append(
-            (size, rank, y.detach().cpu(), x.grad.detach().cpu(), router, others, held, alive)
-        )
+        found = (y.detach().cpu(), x.grad.detach().cpu(), router, others)
+        results.append((size, rank, *found, in_memory, count, alive))
     return results
 
 
@@ -496,9 +496,14 @@ def expert_parallel_moe(answer, report):
     ):
         expert = sum(p.numel() for p in _Parts(False).experts[0].parameters())
         for results in values or report.ranks(_layer, 4, answer, False):
-            for size, rank, *_, held, alive in results:
+            for size, rank, *_, in_memory, count, alive in results:
                 want = E // size * expert + E * D + E
-                same(held, want, f"parameters held by rank {rank} of {size}")
+                same(count, want, f"parameters held by rank {rank} of {size}")
+                expect(
+                    in_memory <= 4 * want + 64,  # a little bookkeeping
+                    f"rank {rank} of {size} keeps {in_memory} bytes in memory, its router and its "
+                    f"own experts have {4 * want}",
+                )
                 own = E // size * 4  # two weights and two biases each
                 expect(
                     alive <= own,

@@ -190,7 +190,7 @@ def simulate(answer, report):
     """A schedule against a clock."""
     cases = [
         (_random_schedule(p, m, v, seed), times)
-        for seed, (p, m, v) in enumerate([(1, 2, 1), (3, 4, 1), (4, 3, 2), (2, 5, 3)])
+        for seed, (p, m, v) in enumerate([(1, 2, 1), (3, 4, 1), (4, 3, 2), (2, 5, 3), (1, 3, 2)])
         for times in ((1.0, 2.0, 0.0), (1.5, 2.25, 0.75), (3.0, 1.0, 4.0))
     ]
     with report.property(
@@ -244,6 +244,8 @@ def simulate(answer, report):
         refuses(answer, missing, what="a stage that misses a micro-batch")
         twice = [[("F", 0, 0), ("F", 0, 0), ("B", 0, 0), ("B", 0, 0)]]
         refuses(answer, twice, what="a micro-batch done twice")
+        forgotten = [[("F", 0, 0), ("F", 1, 0), ("B", 0, 0)] for _ in range(3)]
+        refuses(answer, forgotten, what="a backward that every stage misses")
 
 
 @check("bubble_fraction")
@@ -336,8 +338,15 @@ def _run(answer, schedule, m: int, group, size: int, rank: int):
     xs, ys = _data(m)
     xs = [x.to(device()) for x in xs] if rank == 0 else None
     ys = [y.to(device()) for y in ys] if rank == size - 1 else None
+    given = [] if xs is None else list(xs)
+    before = [x.clone() for x in given]
     with calls.record() as log:
         loss = answer(stage, schedule, xs, ys, _loss, group)
+    for i, (x, old) in enumerate(zip(given, before, strict=True)):
+        expect(
+            xs[i] is x and torch.equal(x, old) and not x.requires_grad,
+            f"micro-batch {i} was changed: it is the caller's, and tokens can't require a gradient",
+        )
     grads = [p.grad.detach().cpu() - 1 for p in stage.parameters()]
     left = sum(r() is not None for r in stage.alive)
     value = None if loss is None else torch.as_tensor(loss).detach().cpu()

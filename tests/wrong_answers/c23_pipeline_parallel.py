@@ -262,6 +262,29 @@ def pays_for_messages_to_itself(schedule, forward=1.0, backward=2.0, send=0.0):
     return schedules.simulate(schedule, forward + send, backward, 0.0)
 
 
+@wrong("simulate", says="makespan|runs")
+def chunks_of_one_rank_send_too(schedule, forward=1.0, backward=2.0, send=0.0):
+    if len(schedule) > 1:
+        return schedules.simulate(schedule, forward, backward, send)
+    result, late = schedules.simulate(schedule, forward, backward), 0.0
+    line = []
+    for s, kind, i, chunk, start, end in result["timeline"]:
+        late += send if chunk != (0 if kind == "F" else schedules._complete(schedule) - 1) else 0.0
+        line.append((s, kind, i, chunk, start + late, end + late))
+    return result | {"timeline": line, "makespan": line[-1][-1]}
+
+
+@wrong("simulate", says="every stage misses")
+def compares_stages_with_each_other(schedule, forward=1.0, backward=2.0, send=0.0):
+    if any(len(set(stage)) < len(stage) or {*stage} != {*schedule[0]} for stage in schedule):
+        raise ValueError("stages do different work")
+    schedule = [list(stage) for stage in schedule]
+    for stage in schedule:  # plays what is there
+        have = {("B", i, c) for k, i, c in stage if k == "F"}
+        stage += sorted(have - set(stage))
+    return schedules.simulate(schedule, forward, backward, send)
+
+
 # bubble_fraction
 
 
@@ -368,6 +391,13 @@ def _variant(scale=True, wipe=False, order=None, loss_everywhere=False, to_all=F
         return total
 
     return answer
+
+
+@wrong("run_pipeline", says="the caller's")
+def every_input_requires_a_gradient(stage, schedule, microbatches, targets, loss_fn, group=None):
+    for x in microbatches or []:
+        x.requires_grad_()
+    return pipeline.run_pipeline(stage, schedule, microbatches, targets, loss_fn, group)
 
 
 wrong("run_pipeline", says="off by|loss")(_named("sums_the_microbatches", _variant(scale=False)))

@@ -1,5 +1,6 @@
 """Answers to chapter 25: mistakes engineers make with experts over ranks, and right ones."""
 
+import copy
 import types
 
 import torch
@@ -307,6 +308,15 @@ class KeepsTheListOfExperts(_Base):
     def __init__(self, router, experts, k, group=None):
         super().__init__(router, experts, k, group)
         self.all_experts = experts  # a plain list: parameters() does not see it
+
+
+@wrong("ExpertParallelMoE", says="bytes in memory")
+class CopiesTheListOfExperts(_Base):
+    """Copies of all experts in a plain list: neither parameters() nor the originals show them."""
+
+    def __init__(self, router, experts, k, group=None):
+        super().__init__(router, experts, k, group)
+        self.spare = [copy.deepcopy(expert) for expert in experts]
 
 
 @wrong("ExpertParallelMoE", says="y on|off by")
