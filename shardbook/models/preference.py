@@ -12,10 +12,13 @@ FRAMES, SIZE = 4, 8
 
 
 def sliding_blocks(count: int, generator: torch.Generator) -> Tensor:
-    """[count, 1, 4, 8, 8] of -1 and 1 on the CPU: a 2 x 2 block slides left or right, evenly."""
+    """[count, 1, 4, 8, 8] of -1 and 1 on the CPU: a 2 x 2 block slides left or right, evenly.
+
+    On one of three rows, from one of two columns: twelve different clips.
+    """
     videos = torch.full((count, 1, FRAMES, SIZE, SIZE), -1.0)
-    row = torch.randint(0, SIZE - 1, (count,), generator=generator).tolist()
-    start = torch.randint(0, SIZE - FRAMES, (count,), generator=generator).tolist()
+    row = (1 + 2 * torch.randint(0, 3, (count,), generator=generator)).tolist()
+    start = (2 * torch.randint(0, 2, (count,), generator=generator)).tolist()
     right = (torch.rand(count, generator=generator) < 0.5).tolist()
     for i in range(count):
         for f in range(FRAMES):
@@ -49,7 +52,7 @@ def prefer(
 
     Winner and loser of a pair, and model and reference, get the same noise and the same time.
     """
-    model, device = copy.deepcopy(reference), wins.device
+    model, device = copy.deepcopy(reference).requires_grad_(), wins.device
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0)
     curve = []
     for _ in range(steps):
