@@ -6,12 +6,22 @@ torch's own loading of it is off and it is imported here, where a failure is kep
 
 import importlib
 import os
+import sys
 from importlib import metadata
 
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for CUDA leaves fork usable
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        f"{sys.executable} has no torch. `make lab` installs it into .venv: use .venv/bin/python, "
+        "or `source .venv/bin/activate` first",
+        name="torch",
+    ) from None
 import torch.distributed as dist
 
 TYPES = ("npu", "cuda", "cpu")
