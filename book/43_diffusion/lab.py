@@ -246,6 +246,9 @@ except NotImplementedError as error:
     print(error)
 
 # %% [markdown]
+# Look at guidance 3: no point is near the other half circle any more, and many are no longer on
+# their own. Guidance moves away from what the other label would have given, not towards the data.
+#
 # ### A failure to provoke: the clock runs backwards
 #
 # Some public code has t = 0 for noise and t = 1 for data. Take a model from there and a sampler
