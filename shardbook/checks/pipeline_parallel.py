@@ -302,7 +302,8 @@ class _Stage(nn.Module):
         self.peak = max(self.peak, len(self.alive) + 1)
         token = _Token()
         self.alive.append(weakref.ref(token))
-        return _Hold.apply(torch.tanh(self.linear(x)), token)
+        y = torch.tanh(self.linear(x)).transpose(0, 1).contiguous().transpose(0, 1)
+        return _Hold.apply(y, token)  # strided, as a model's output may be
 
 
 def _data(m: int):
@@ -397,7 +398,8 @@ def run_pipeline(answer, report):
     with report.property(
         "loss and gradients equal the unsplit model's under GPipe's schedule, 1 to 4 stages",
         hint="the loss is the mean over micro-batches, so each one's gradient counts 1/m; pass "
-        "group= and group ranks to every send and receive; add to .grad, don't replace it",
+        "group= and group ranks to every send and receive; add to .grad, don't replace it; a "
+        "stage's output may be strided, what is sent and received into must be contiguous",
     ):
         values = report.ranks(_pipelines, 4, answer, "flush")
         _judge_pipelines(values)

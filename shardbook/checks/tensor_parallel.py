@@ -385,8 +385,9 @@ TOKENS = (5, 7)  # [B, S]
 
 
 def _attention_layers(heads: int, kv_heads: int) -> tuple[nn.Linear, nn.Linear]:
-    qkv = _linear(ATTENTION_IN, (heads + 2 * kv_heads) * HEAD, seed=20)
-    return qkv, _linear(heads * HEAD, ATTENTION_IN, seed=22)
+    bias = heads != kv_heads  # as in Llama; with equal numbers the layers come without one
+    qkv = _linear(ATTENTION_IN, (heads + 2 * kv_heads) * HEAD, bias, seed=20)
+    return qkv, _linear(heads * HEAD, ATTENTION_IN, bias, seed=22)
 
 
 class _FullAttention(nn.Module):

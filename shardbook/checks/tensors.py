@@ -121,6 +121,7 @@ def can_view(answer, report):
         _Without("view", "reshape", "stride", "view_as", "flatten", "is_contiguous"),
     ):
         answer((2, 3), (3, 1), (6,))
+        answer((2, 3), (1, 2), (6,))
 
 
 @check("split_heads")

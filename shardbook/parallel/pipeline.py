@@ -39,9 +39,7 @@ def run_pipeline(
     losses = []
     # Messages of a neighbour come in the order of ITS schedule; what is early waits in a box.
     inputs = _Inbox(schedule, rank - 1, "F", lambda i: recv_activation(rank - 1, group))
-    grads = _Inbox(
-        schedule, rank + 1, "B", lambda i: _recv(torch.empty_like(live[i][1]), rank + 1, group)
-    )
+    grads = _Inbox(schedule, rank + 1, "B", lambda i: _recv(_room(live[i][1]), rank + 1, group))
 
     for kind, i, _ in schedule[rank]:
         if kind == "F":
@@ -99,6 +97,11 @@ def recv_activation(peer: int, group) -> Tensor:
 def _send(x: Tensor, peer: int, group, sent: list) -> None:
     x = x.contiguous()
     sent.append((dist.isend(x, group=group, group_dst=peer), x))
+
+
+def _room(y: Tensor) -> Tensor:
+    """Where y's gradient can arrive: contiguous, even if y is a transposed view."""
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
 def _recv(x: Tensor, peer: int, group) -> Tensor:

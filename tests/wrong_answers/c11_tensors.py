@@ -137,6 +137,13 @@ def tries_it(shape, strides, new_shape):
     return True
 
 
+@wrong("can_view", says="asks torch")
+def asks_torch_only_where_it_is_hard(shape, strides, new_shape):
+    if 0 not in shape and strides == torch.empty(shape).stride():
+        return math.prod(shape) == math.prod(new_shape)
+    return tries_it(shape, strides, new_shape)
+
+
 @wrong("can_view", says="True or False")
 def says_nothing(shape, strides, new_shape):
     return None

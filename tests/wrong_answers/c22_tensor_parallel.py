@@ -538,14 +538,14 @@ class Heads(nn.Module):
             raise ValueError(f"{num_kv_heads} kv heads on {size} ranks")
         d = qkv.out_features // (num_heads + 2 * num_kv_heads)
         w = qkv.weight.detach().split(d)
-        b = qkv.bias.detach().split(d)
+        b = None if qkv.bias is None else qkv.bias.detach().split(d)
         queries = range(rank * num_heads // size, (rank + 1) * num_heads // size)
         per = num_heads // num_kv_heads
         kv = sorted({h // per for h in queries})
 
         def stack(heads):
-            weights = torch.stack([torch.cat((w[h], b[h][:, None]), 1) for h in heads])
-            return nn.Parameter(weights)  # [heads, d, in + 1]
+            rows = [w[h] if b is None else torch.cat((w[h], b[h][:, None]), 1) for h in heads]
+            return nn.Parameter(torch.stack(rows))  # [heads, d, in], with the bias [.., in + 1]
 
         self.q = stack(queries)
         self.k = stack([num_heads + h for h in kv])
@@ -553,7 +553,7 @@ class Heads(nn.Module):
         self.reader = [kv.index(h // per) for h in queries]
         a = queries[0] * d
         self.o = nn.Parameter(out.weight.detach()[:, a : a + len(queries) * d].clone())
-        self.bias = nn.Parameter(out.bias.detach().clone())
+        self.bias = None if out.bias is None else nn.Parameter(out.bias.detach().clone())
         self.group, self.shared = group, None
         if size > num_kv_heads and self.replicate:
             mine = rank * num_kv_heads // size
@@ -564,6 +564,8 @@ class Heads(nn.Module):
     def project(self, x, w, shared=None):
         if shared is not None:
             w = copy_to_group(w, shared)
+        if w.shape[-1] == x.shape[-1]:
+            return torch.einsum("bsi,hdi->bhsd", x, w)
         return torch.einsum("bsi,hdi->bhsd", x, w[..., :-1]) + w[:, None, :, -1]
 
     def forward(self, x):
@@ -572,7 +574,8 @@ class Heads(nn.Module):
         k = self.project(x, self.k, self.shared)[:, self.reader]
         v = self.project(x, self.v, self.shared)[:, self.reader]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.bias + reduce_from_group(y.transpose(1, 2).flatten(2) @ self.o.T, self.group)
+        y = reduce_from_group(y.transpose(1, 2).flatten(2) @ self.o.T, self.group)
+        return y if self.bias is None else y + self.bias
 
 
 @right("ParallelAttention")
@@ -615,14 +618,23 @@ class SumsAllCopies(Attend):
 @wrong("ParallelAttention", says="input gradient|copy_to_group|f, this")
 class AttentionNoF(Attend):
     def forward(self, x):
-        return reduce_from_group(self.partial(x), self.group) + self.out.bias
+        y = reduce_from_group(self.partial(x), self.group)
+        return y if self.out.bias is None else y + self.out.bias
 
 
 @wrong("ParallelAttention", says="bias once")
 class AttentionBiasTimesP(Attend):
     def forward(self, x):
         x = copy_to_group(x, self.group)
-        return reduce_from_group(self.partial(x) + self.out.bias, self.group)
+        bias = 0 if self.out.bias is None else self.out.bias
+        return reduce_from_group(self.partial(x) + bias, self.group)
+
+
+@wrong("ParallelAttention", says="NoneType")
+class WantsABias(Attend):
+    def forward(self, x):
+        y = reduce_from_group(self.partial(copy_to_group(x, self.group)), self.group)
+        return y + self.out.bias
 
 
 @wrong("ParallelAttention", says="off by")

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from shardbook.parallel import pipeline, schedules
-from shardbook.parallel.pipeline import _recv, _send, recv_activation, send_activation
+from shardbook.parallel.pipeline import _recv, _room, _send, recv_activation, send_activation
 from tests.wrong_answers import right, wrong
 
 for name in ("gpipe", "one_f_one_b", "interleaved", "simulate", "bubble_fraction"):
@@ -342,7 +342,7 @@ def one_list_a_direction(stage, schedule, microbatches, targets, loss_fn, group=
             continue
         while rank < last and gs[i] is None:
             j = order_g.pop(0)
-            gs[j] = _recv(torch.empty_like(ys[j]), rank + 1, group)
+            gs[j] = _recv(_room(ys[j]), rank + 1, group)
         if rank == last:
             loss = loss_fn(ys[i], targets[i])
             loss.backward(torch.full_like(loss, 1 / m))
@@ -358,7 +358,7 @@ def one_list_a_direction(stage, schedule, microbatches, targets, loss_fn, group=
     return sum(losses) / m if rank == last else None
 
 
-def _variant(scale=True, wipe=False, order=None, loss_everywhere=False, to_all=False):
+def _variant(scale=True, wipe=False, order=None, loss_everywhere=False, room=_room):
     def answer(stage, schedule, microbatches, targets, loss_fn, group=None):
         rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
         m = sum(op[0] == "F" for op in schedule[rank])
@@ -378,7 +378,7 @@ def _variant(scale=True, wipe=False, order=None, loss_everywhere=False, to_all=F
                 live[i] = x, y
             else:
                 x, y = live.pop(i)
-                grad = None if rank == last else _recv(torch.empty_like(y), rank + 1, group)
+                grad = None if rank == last else _recv(room(y), rank + 1, group)
                 y.backward(grad)
                 if rank > 0:
                     _send(x.grad, rank - 1, group, sent)
@@ -401,6 +401,9 @@ def every_input_requires_a_gradient(stage, schedule, microbatches, targets, loss
 
 
 wrong("run_pipeline", says="off by|loss")(_named("sums_the_microbatches", _variant(scale=False)))
+wrong("run_pipeline", says="contiguous")(
+    _named("receives_into_the_same_strides", _variant(room=torch.empty_like))
+)
 wrong("run_pipeline", says="gradient")(_named("wipes_earlier_gradients", _variant(wipe=True)))
 
 
@@ -444,7 +447,7 @@ def forgets_the_gradient_of_the_input(stage, schedule, microbatches, targets, lo
             live[i] = x, y
         else:
             x, y = live.pop(i)
-            grad = None if rank == last else _recv(torch.empty_like(y), rank + 1, group)
+            grad = None if rank == last else _recv(_room(y), rank + 1, group)
             y.backward(grad)
             if rank > 0:
                 _send(x.detach(), rank - 1, group, sent)  # the activation, not its gradient
