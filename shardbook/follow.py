@@ -98,7 +98,7 @@ def outcome(folder: str, rank: int) -> tuple | None:
         return pickle.loads(outcome)
     except (EOFError, pickle.UnpicklingError):
         return None  # the rank ended while writing it
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return "unsendable", f"returned what can't be read here ({error!r})", None
 
 

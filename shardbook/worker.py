@@ -132,7 +132,7 @@ def _failure(error: BaseException) -> bytes:
             payload = dumps(("error", candidate, (name, frames)))
             cloudpickle.loads(payload)  # some exceptions pickle, but don't come back
             return payload
-        except Exception:
+        except (Exception, SystemExit):
             continue
     raise AssertionError("a RuntimeError can always be pickled")
 
