@@ -61,7 +61,7 @@ def step(model, x, y, scaler, rank):
     with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = model(x, freqs(8, x.device)).square().mean()
     if x.is_cuda:
-        torch.cuda.synchronize()  # port: example
+        gpu.synchronize()
     return loss
 """.strip()
 for i, line in enumerate(code.splitlines(), 1):

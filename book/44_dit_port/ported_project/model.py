@@ -75,7 +75,9 @@ class Block(nn.Module):
 
 
 class ClipDiT(nn.Module):
-    def __init__(self, channels=1, frames=8, size=16, patch=4, dim=96, depth=3, heads=4, classes=12):
+    def __init__(
+        self, channels=1, frames=8, size=16, patch=4, dim=96, depth=3, heads=4, classes=12
+    ):
         super().__init__()
         self.frames, self.size, self.patch, self.channels = frames, size, patch, channels
         # patches lie inside a frame: a linear layer over them is the 3-D convolution of the
