@@ -14,6 +14,7 @@
 import shardbook as sb
 
 import copy
+import warnings
 
 import matplotlib.pyplot as plt
 import torch
@@ -479,6 +480,7 @@ for name, value in slips.items():
 # 4. its position table begins with columns, ours with rows.
 
 # %%
+warnings.filterwarnings("ignore", module="tqdm")  # diffusers' progress bar misses a widget
 from diffusers import DiTTransformer2DModel, FlowMatchEulerDiscreteScheduler
 
 
