@@ -120,8 +120,9 @@ print(f"latents:  16 tokens, {latents / 1e6:6.1f} MFLOPs a step: {pixels / laten
 #   ([arXiv 1706.08500](https://arxiv.org/abs/1706.08500)). Samples without variety have a small
 #   covariance, and the distance sees it.
 #
-# FD between two sets of *real* images is not 0, because sets are finite. That is the floor: no
-# sampler can be expected below it. It depends on the number of images, so use the same everywhere.
+# FD between two sets of *real* images is not 0, because sets are finite. That is the floor: a perfect
+# sampler lands near it, a little above or below. It depends on the number of images, so use the same
+# everywhere.
 
 # %%
 images, labels, test_images, test_labels = (t.to(device) for t in digits())
