@@ -455,7 +455,8 @@ def block_bytes(P):
         "tensor": 2 * whole,
         "ulysses": 4 * whole / P,
         "ring": 2 * (P - 1) * whole / P,
-        "tensor x ulysses": 2 * whole / (P / 4) + 4 * whole / (P / 4) / 4,  # 4 ranks by heads
+        # 4 ranks by heads, the rest by tokens: all of it on 4/P of the tokens
+        "tensor x ulysses": 2 * whole * 4 / P + (4 * whole / P if P > 4 else 0),
     }
 
 

@@ -1,5 +1,6 @@
 """`sb.port.report(path)` in a notebook: the findings as a table, as plain text elsewhere."""
 
+import dataclasses
 import html
 from pathlib import Path
 
@@ -60,8 +61,17 @@ def _row(f: Finding) -> str:
 def report(*paths: str | Path) -> Report:
     """Read Python files and folders without running them; what an NPU will not do in them.
 
+    Files of an absolute path are named from its last part on: a notebook is shown to others.
     FileNotFoundError for a path that is not there. ValueError for none.
     """
     if not paths:
         raise ValueError("report() got no path: give Python files or folders")
-    return Report(scan(list(paths)))
+    return Report([_short(f, Path(path)) for path in paths for f in scan([path])])
+
+
+def _short(finding: Finding, given: Path) -> Finding:
+    """The finding with `project/model.py` for `/home/someone/project/model.py`."""
+    if not given.is_absolute():
+        return finding
+    below = Path(finding.file).relative_to(given)
+    return dataclasses.replace(finding, file=str(Path(given.name) / below))

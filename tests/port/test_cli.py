@@ -154,6 +154,8 @@ def test_report_inline(tmp_path):
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
     assert "&lt;b&gt;.py" in page
+    assert str(tmp_path) not in page + str(found)
+    assert sb.port.report(tmp_path).findings[0].file == f"{tmp_path.name}/<b>.py"
     assert list(found.counts().values()) == [{"breaks": 1, "wrong": 0, "slow": 0, "style": 0}]
     with pytest.raises(ValueError, match="no path"):
         sb.port.report()
