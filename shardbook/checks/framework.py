@@ -11,6 +11,7 @@ import functools
 import inspect
 import numbers
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -88,12 +89,20 @@ class Report:
             if _unwritten(error):
                 self.written = False
                 raise _Stop from error
-            self.properties.append(Property(name, False, _say(error)))
+            said = "not examined, a line above failed" if self._follows(error) else _say(error)
+            self.properties.append(Property(name, False, said))
             self.hint = self.hint or hint
             if self.first_only or _hung(error):
                 raise _Stop from error
         else:
             self.properties.append(Property(name, True))
+
+    def _follows(self, error: BaseException) -> bool:
+        """The check itself lacks a variable, which a property that failed would have set."""
+        frame = [f for f, _ in traceback.walk_tb(error.__traceback__)][-1]
+        ours = frame.f_globals.get("__name__", "").startswith("shardbook.checks.")
+        failed = any(not p.ok for p in self.properties)
+        return failed and ours and isinstance(error, UnboundLocalError)
 
     def ranks(self, fn: Callable, world_size: int, *args, **kwargs) -> list:
         """``fn(*args, **kwargs)`` on real ranks; the values by rank. A failing rank is a Wrong."""
