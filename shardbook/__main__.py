@@ -72,7 +72,7 @@ def check(argv: list[str]) -> int:
         "--timeout", type=float, default=120, help="seconds for each exercise (default 120)"
     )
     args = parser.parse_args(argv)
-    number = args.chapter[:2]
+    number = args.chapter.partition("_")[0]  # 11_tensors too
     chapter = int(number) if number.isdecimal() else 0
     if chapter not in CHAPTERS or not exercises(chapter):
         there = ", ".join(str(c) for c in CHAPTERS if exercises(c))
