@@ -8,7 +8,7 @@ import torch
 
 import shardbook as sb
 from shardbook import progress
-from shardbook.checks import framework
+from shardbook.checks import communication, framework
 from shardbook.checks.framework import Report, Wrong, check, close, refuses, same, unchanged
 
 
@@ -37,6 +37,13 @@ def test_a_wrong_answer_gets_the_first_hint_and_all_properties():
     assert "off by 0.5" in found.lines()[1]
     first = verdict(lambda x: x, first_only=True)
     assert len(first.properties) == 1 and first.hint == "add x to itself"
+
+
+def test_lines_that_need_an_earlier_one_say_so():
+    found = communication.ring_all_reduce.examine(lambda x: x)  # takes no group
+    said = [p.detail for p in found.properties]
+    assert "unexpected keyword argument 'group'" in said[0]
+    assert said[1:5] == ["not examined, a line above failed"] * 4
 
 
 def raises(error):
