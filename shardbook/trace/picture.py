@@ -58,7 +58,8 @@ def png(made: Layout, title: str = "") -> bytes:
     y = 26.0
     for ns in ticks(span):
         box(at(ns), y + AXIS - 8, at(ns) + 1, high, GRID)
-        text(at(ns) + 3, y + 8, f"{ns / 1e6:g} ms" if span >= 1e6 else f"{ns / 1e3:g} µs", PALE, 9)
+        words = f"{ns / 1e6:g} ms" if span >= 1e6 else f"{ns / 1e3:g} µs"
+        text(min(at(ns) + 3, WIDTH - 6 * len(words)), y + 8, words, PALE, 9)
     y += AXIS
     last, top = object(), {}
     for track in made.tracks:
