@@ -257,13 +257,18 @@ SCRIPT = textwrap.dedent(
             time.sleep(1000)
 
 
+    def say(*words):  # in one write: two ranks share a torchrun agent's output
+        sys.stdout.write(" ".join(map(str, words)) + "\\n")
+        sys.stdout.flush()
+
+
     # No `if __name__ == "__main__"`: a run does not start the file again.
-    print("VALUES", sb.run(Answer(), 2, world_size=4).values, flush=True)
-    print("AGAIN", sb.run(Answer(), 3, world_size=4).values, flush=True)
+    say("VALUES", sb.run(Answer(), 2, world_size=4).values)
+    say("AGAIN", sb.run(Answer(), 3, world_size=4).values)
     try:
         sb.run(unwritten, world_size=4)
     except sb.NotWritten as error:
-        print("UNWRITTEN", str(error).splitlines()[0], flush=True)
+        say("UNWRITTEN", str(error).splitlines()[0])
     if "hang" in sys.argv:
         sb.run(hangs, world_size=4, timeout=5)
     """

@@ -65,6 +65,7 @@ result.trace
 #
 # | chapter | you will write |
 # |---|---|
+# | [02 · running on Ascend](02_running_on_ascend.ipynb) | (to read) what an NPU needs, one card to two hosts |
 # | **foundations** | |
 # | [11 · tensors](11_tensors.ipynb) | strides, views, shards, patches, windows |
 # | [12 · tracing a model](12_tracing.ipynb) | a module tracer, a Chrome trace, a parameter table |

@@ -70,7 +70,7 @@ def report(*paths: str | Path) -> Report:
 
 
 def _short(finding: Finding, given: Path) -> Finding:
-    """The finding with `project/model.py` for `/home/someone/project/model.py`."""
+    """The finding with `project/model.py` where the folder was given with its whole path."""
     if not given.is_absolute():
         return finding
     below = Path(finding.file).relative_to(given)

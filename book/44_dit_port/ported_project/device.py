@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 with contextlib.suppress(ImportError, OSError, RuntimeError):  # no torch_npu, or no CANN
-    import torch_npu  # noqa: F401
+    import torch_npu
 
 
 def pick(local_rank: int = 0) -> torch.device:
