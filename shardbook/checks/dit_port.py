@@ -185,7 +185,8 @@ def tensor_parallel_dit_block(answer, report):
                 close(tensors[2], c.grad, f"the gradient of c {where}", 1e-4)
                 for name in ("adaLN_modulation.1.weight", "attn.proj.bias", "mlp.fc2.bias"):
                     expect(grads.get(name) is not None, f"{name} has no gradient {where}")
-                    close(grads[name], wanted[name], f"the gradient of {name} {where}", 1e-4)
+                    # sums over tokens of values of tens, in another order on every device
+                    close(grads[name], wanted[name], f"the gradient of {name} {where}", 5e-4)
     with report.property(
         "every shard's gradient is that shard of the full gradient",
         hint="the same names as the full block; weights are cut, not copied",
@@ -196,7 +197,7 @@ def tensor_parallel_dit_block(answer, report):
                 same(set(shapes), set(wanted), f"the parameter names {where}")
                 for name, g in wanted.items():
                     close(
-                        grads[name], _cut(name, g, size, rank), f"gradient of {name} {where}", 1e-4
+                        grads[name], _cut(name, g, size, rank), f"gradient of {name} {where}", 5e-4
                     )
     with report.property(
         "a rank holds its shards only, in memory of their own",
