@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+import time
 
 import pytest
 import torch
