@@ -9,6 +9,7 @@ as its source gives it. README.md tells how a source is written.
 """
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -97,11 +98,20 @@ def _fill(cell: dict, lab: bool) -> dict:
         texts = [r.blanked if lab else r.source for r in cell["references"]]
         cell["source"] = "\n\n\n".join(texts)
     for name in cell["metadata"].get("predict", "").split() if lab else []:
-        line = re.compile(rf"(?m)^{name} = .*$")
-        if not line.search(cell["source"]):
-            raise SourceError(f'predict="{name}": the cell has no line "{name} = …"')
-        cell["source"] = line.sub(f"{name} = None  # your prediction", cell["source"])
+        cell["source"] = _unpredicted(cell["source"], name)
     return cell
+
+
+def _unpredicted(source: str, name: str) -> str:
+    """The cell with None for what is assigned to `name`, over however many lines it goes."""
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and [getattr(t, "id", None) for t in node.targets] == [
+            name
+        ]:
+            lines[node.lineno - 1 : node.end_lineno] = [f"{name} = None  # your prediction"]
+            return "\n".join(lines)
+    raise SourceError(f'predict="{name}": the cell has no line "{name} = …"')
 
 
 def _assemble(cells: list[dict], chapter: Path, kind: str) -> nbformat.NotebookNode:
