@@ -1,5 +1,6 @@
 """The DiT over ranks equals one rank, and what the port of chapter 44 is compared with."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,10 +100,22 @@ def test_the_judge_reads_the_direction():
     assert len({tuple(v.flatten().tolist()) for v in videos}) <= 12
 
 
-def test_the_original_and_the_port_agree_on_the_cpu():
-    from shardbook.port.project import CudaAsCpu, modules, stub_cuda_libraries
+@pytest.fixture
+def stubbed_libraries():
+    """flash_attn and apex as stubs, and gone again: transformers asks whether they are there."""
+    from shardbook.port.project import stub_cuda_libraries
 
+    before = set(sys.modules)
     stub_cuda_libraries()
+    yield
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("flash_attn", "apex"):
+            del sys.modules[name]
+
+
+def test_the_original_and_the_port_agree_on_the_cpu(stubbed_libraries):
+    from shardbook.port.project import CudaAsCpu, modules
+
     port = modules(CHAPTER / "ported_project", "model", "ops")
     original = modules(CHAPTER / "cuda_project", "model", "ops")
     assert original.model is not port.model

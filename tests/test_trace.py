@@ -378,7 +378,7 @@ def test_simulated_time_is_labelled():
 
 def test_memory_is_counted():
     with sb.trace() as t:
-        held = torch.ones(20_000_000)
+        held = torch.ones(20_000_000, device=sb.device())
     counters = [e for e in t.chrome()["traceEvents"] if e["ph"] == "C"]
     first, last = (e["args"]["MB"] for e in (counters[0], counters[-1]))
     assert last - first > 0.9 * held.nbytes / 1e6

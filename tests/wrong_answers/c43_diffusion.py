@@ -298,7 +298,7 @@ _ddpm("alphas_not_looked_up_by_sample", "each sample", at=lambda t, a: a[t[:1]].
 
 
 @right("euler_sample")
-@torch.inference_mode()
+@torch.no_grad()
 def two_calls_merged(model, noise, labels, steps, guidance=1.0, null_label=None):
     if guidance != 1 and null_label is None:
         raise ValueError("guidance other than 1 needs a null label")
