@@ -149,10 +149,6 @@ def is_dtype(node: ast.expr) -> bool:
     return name.rsplit(".", 1)[-1].startswith(("float", "complex", "bfloat", "double", "half"))
 
 
-def modulo(reader, node: ast.BinOp) -> None:
-    """`a % b` of numbers nothing is known of: kept as an integer by the reader."""
-
-
 def subscript(reader, node: ast.Subscript, base: Values, index: Values) -> Values:
     """`base[index]`."""
     for v in index:

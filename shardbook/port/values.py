@@ -98,7 +98,7 @@ def names_npu(node: ast.AST) -> bool:
             text = part.value
         if text is not None:
             words = text.lower().replace(".", "_").replace("-", "_").replace(":", "_").split("_")
-            if {"npu", "ascend", "hccl", "torchnpu"} & set(words):
+            if {"npu", "ascend", "hccl", "torchnpu", "privateuse1", "privateuseone"} & set(words):
                 return True
     return False
 

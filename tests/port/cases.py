@@ -36,6 +36,8 @@ FLAGGED: dict[str, list[str]] = {
         "d = torch.device('cuda' if torch.cuda.is_available() else 'cpu')  # !",
         "use = torch.cuda.is_available()  # !",
         "from torch import cuda as c\nif c.is_available():  # !\n    pass",
+        "d = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'  # !",
+        "def f():\n    if torch.cuda.is_available():  # !\n        return 1\n    if torch.xpu.is_available():\n        return 2",
     ],
     "cuda-branch": [
         "def f(device):\n    if device.type == 'cuda':  # !\n        pass",
@@ -44,6 +46,7 @@ FLAGGED: dict[str, list[str]] = {
         "def f(x):\n    return 1 if x.is_cuda else 2  # !",
         "def f(backend):\n    if backend == 'nccl':  # !\n        pass",
         "def f(x):\n    if x.device.type in ('cuda', 'xpu'):  # !\n        pass",
+        "def f(device):\n    if device.type == 'cuda':  # !\n        return 1\n    elif device.type == 'xpu':\n        return 2",
     ],
     "not-cpu-is-cuda": [
         "def f(device, x):\n    if device == 'cpu':  # !\n        return x\n    else:\n        return x.cuda()",
@@ -221,11 +224,19 @@ CLEAN: dict[str, list[str]] = {
     ],
     "cuda-or-cpu": [
         "d = 'npu' if hasattr(torch, 'npu') else 'cuda' if torch.cuda.is_available() else 'cpu'",
+        "d = 'cuda' if torch.cuda.is_available() else 'npu' if hasattr(torch, 'npu') else 'cpu'",
+        "def f():\n    if torch.cuda.is_available():\n        return torch.device('cuda')\n"
+        "    if torch.npu.is_available():\n        return torch.device('npu')",
         "use = torch.accelerator.is_available()",
     ],
     "cuda-branch": [
         "def f(device):\n    if device.type == 'npu':\n        return 1\n    if device.type == 'cuda':\n        return 2",
         "def f(device):\n    if device.type in ('cuda', 'npu'):\n        return 1",
+        "def f(device):\n    if device.type == 'cuda':\n        return 1\n    elif device.type == 'npu':\n        return 2",
+        "def f(device):\n    if device == 'cuda':\n        return torch.cuda.current_device()\n"
+        "    elif device == torch._C._get_privateuse1_backend_name():\n        return 1",
+        "def f(kind):\n    match kind:\n        case 'cuda':\n            return torch.ones(2).cuda()\n"
+        "        case 'npu':\n            return torch.ones(2)",
         "def f(impl):\n    if impl == 'cuda':\n        return 1",
         "def f(device):\n    if device.type != 'cpu':\n        return 1",
     ],
