@@ -9,6 +9,7 @@ from .values import (
     is_backend_name,
     is_cuda_text,
     is_device_name,
+    is_tensor_type_text,
     join,
     names_npu,
 )
@@ -106,7 +107,7 @@ def compares_cuda(reader, node: ast.Compare) -> bool:
             texts += [e for e in elements if isinstance(e, str)]
         elif isinstance(side, ast.Call):  # == torch.device("cuda")
             texts += [v.data for v in quietly(reader, side) if v.kind == "device"]
-    cuda_text = any(is_cuda_text(t) for t in texts)
+    cuda_text = any(is_cuda_text(t) or is_tensor_type_text(t) for t in texts)
     nccl_text = any(t.lower() == "nccl" for t in texts)
     if not cuda_text and not nccl_text:
         return False

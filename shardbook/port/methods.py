@@ -61,6 +61,12 @@ def method(reader, node: ast.Call, func: ast.Attribute, base: Values, args, keyw
     ):
         reader.report(node, "cuda-profiler")
         return []
+    if name == "enable_xformers_memory_efficient_attention":
+        reader.report(node, "optional-cuda-library" if reader.guarded else "cuda-library")
+        return []
+    if name == "compile" and compiles(reader, node, base, keywords):
+        reader.report(node, "compile")
+        return []
     if name in MOVERS and (args or keywords):
         moved(reader, node, func, args)
     if name == "type" and args:
@@ -78,6 +84,16 @@ def method(reader, node: ast.Call, func: ast.Attribute, base: Values, args, keyw
             if v.kind == "tensor" and v.data == ("f64", "host"):
                 reader.report(node, "float64-move")
     return tensor_method(reader, node, func, base, args, keywords)
+
+
+def compiles(reader, node: ast.Call, base: Values, keywords: dict) -> bool:
+    """Whether `model.compile()` is torch's: other libraries' take an optimizer or a pattern."""
+    if node.args or keywords.keys() - {"fullgraph", "dynamic", "mode", "options", "backend"}:
+        return False
+    engine = {v.data for v in keywords.get("backend", []) if v.kind == "str"}
+    own = any(v.kind == "self" and isinstance(node.func.value, ast.Name) for v in base)
+    default = "backend" not in keywords or engine & {"inductor", "cudagraphs"}
+    return bool(default) and not own and "torch" in reader.scopes[0]
 
 
 def strip_calls(node: ast.expr) -> ast.expr:

@@ -2,7 +2,7 @@
 
 import ast
 
-from . import branches, called, conditions, detect
+from . import branches, conditions, detect, library
 from .values import Value, Values, join
 
 
@@ -42,7 +42,7 @@ def _decorate(reader, node: ast.expr) -> None:
     if not isinstance(node, ast.Call):
         for v in values:
             if v.kind == "mod":
-                called.called(reader, node, v.data, [], {}, None)
+                library.called(reader, node, v.data, [], {})
 
 
 def _define_class(reader, s: ast.ClassDef) -> None:

@@ -125,7 +125,7 @@ def tensor_method(
     if dtype in ("f64", "complex"):
         rule = "float64" if dtype == "f64" else "complex"
         host = known and all(v.kind == "array" or v.data[1] == "host" for v in known)
-        if not host:
+        if not host or (name == "to" and moves(args, keywords)):
             reader.report(node, rule)
     if name in ("view_as_complex", "double") and not known and dtype is None:
         reader.report(node, "complex" if name != "double" else "float64")
@@ -135,13 +135,15 @@ def tensor_method(
             out.append(Value("array", v.data, node))
             continue
         kind, place = v.data
+        if name == "numpy":
+            out.append(Value("array", "f64" if kind == "f64" else "?", node))
         if name == "to" and moves(args, keywords):
             if kind == "f64" and dtype is None and place == "host":
                 reader.report(node, "float64-move")
             place = "device"
             if kind == "maybe" and dtype is None:
                 kind = "moved"
-        elif name in ("cpu", "numpy"):
+        elif name == "cpu":
             place = "host"
         if name in FLOATS and not args:
             if kind == "moved" and name == "float":  # the cast says that it was no fp32

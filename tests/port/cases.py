@@ -10,6 +10,10 @@ FLAGGED: dict[str, list[str]] = {
         "class M(torch.nn.Module):\n    def forward(self, x):\n        return x.cuda(non_blocking=True)  # !",
     ],
     "cuda-device": [
+        "import pytorch_lightning as pl\nt = pl.Trainer(devices=2, accelerator='gpu')  # !",
+        "from dataclasses import dataclass, field\n@dataclass\nclass C:\n    device: str = field(default='cuda')  # !",
+        "import click\n@click.option('--device', default='cuda')  # !\ndef main(device):\n    pass",
+        "from absl import flags\nflags.DEFINE_string('device', 'cuda', 'where')  # !",
         "x = torch.ones(3, device='cuda')  # !",
         "d = torch.device('cuda:0')  # !",
         "dev = 'cuda:%d' % 3  # !\nx = torch.ones(2).to(dev)",
@@ -40,6 +44,7 @@ FLAGGED: dict[str, list[str]] = {
         "def f():\n    if torch.cuda.is_available():  # !\n        return 1\n    if torch.xpu.is_available():\n        return 2",
     ],
     "cuda-branch": [
+        "def f(x):\n    if x.type() == 'torch.cuda.HalfTensor':  # !\n        pass",
         "def f(device):\n    if device.type == 'cuda':  # !\n        pass",
         "def f(device):\n    if 'cuda' in str(device):  # !\n        pass",
         "def f(device):\n    if str(device).startswith('cuda'):  # !\n        pass",
@@ -114,6 +119,8 @@ FLAGGED: dict[str, list[str]] = {
         "from torch.cuda.amp import GradScaler\ns = GradScaler()  # !",
     ],
     "float64": [
+        "def f(n, device):\n    return torch.ones(n).to(device=device, dtype=torch.float64)  # !",
+        "def table():\n    return torch.linspace(0, 1, 5, dtype=torch.float64).numpy()\ndef f(device):\n    return torch.tensor(table(), device=device).float()  # !",
         "_wide = torch.float64\ndef f(x):\n    x = torch.as_tensor(x).flatten()\n    return x.to(_wide)  # !",
         "def f(d=None):\n    d = d if d is not None else torch.device('cpu')\n    return torch.zeros(3, dtype=torch.float64, device=d)  # !",
         "def f(x):\n    return torch.arange(4, dtype=torch.float64, device=x.device)  # !",
@@ -162,12 +169,14 @@ FLAGGED: dict[str, list[str]] = {
         "import multiprocessing\nc = multiprocessing.get_context('fork')  # !",
     ],
     "cuda-library": [
+        "def f(pipe):\n    pipe.enable_xformers_memory_efficient_attention()  # !",
         "from flash_attn import flash_attn_func  # !",
         "import xformers.ops as xops  # !",
         "from apex.optimizers import FusedAdam  # !",
         "import importlib\nf = importlib.import_module('flash_attn')  # !",
     ],
     "optional-cuda-library": [
+        "def f(pipe, is_xformers_available):\n    if is_xformers_available():\n        pipe.enable_xformers_memory_efficient_attention()  # !",
         "try:\n    import flash_attn  # !\nexcept ImportError:\n    flash_attn = None",
     ],
     "custom-op": [
@@ -181,6 +190,7 @@ FLAGGED: dict[str, list[str]] = {
     ],
     "triton": ["import triton  # !", "import triton.language as tl  # !"],
     "compile": [
+        "def f(model):\n    model.compile(fullgraph=True)  # !",
         "def f(m):\n    return torch.compile(m)  # !",
         "@torch.compile  # !\ndef f(x):\n    return x",
         "def f(m):\n    return torch.compile(m, backend='inductor')  # !",
@@ -209,6 +219,10 @@ CLEAN: dict[str, list[str]] = {
         "# x.cuda()\ns = 'call x.cuda() first'",
     ],
     "cuda-device": [
+        "import pytorch_lightning as pl\nt = pl.Trainer(devices=2, accelerator='auto')",
+        "from dataclasses import dataclass, field\n@dataclass\nclass C:\n    kernel: str = field(default='cuda')",
+        "import click\n@click.option('--kernel', default='cuda')\ndef main(kernel):\n    pass",
+        "from absl import flags\nflags.DEFINE_string('kernel', 'cuda', 'which')",
         "def run(impl):\n    pass\nrun(impl='cuda')",
         "impl = 'cuda'",
         "print('cuda')",
@@ -230,6 +244,7 @@ CLEAN: dict[str, list[str]] = {
         "use = torch.accelerator.is_available()",
     ],
     "cuda-branch": [
+        "def f(x):\n    if x.type() == 'torch.HalfTensor':\n        pass",
         "def f(device):\n    if device.type == 'npu':\n        return 1\n    if device.type == 'cuda':\n        return 2",
         "def f(device):\n    if device.type in ('cuda', 'npu'):\n        return 1",
         "def f(device):\n    if device.type == 'cuda':\n        return 1\n    elif device.type == 'npu':\n        return 2",
@@ -268,6 +283,8 @@ CLEAN: dict[str, list[str]] = {
     ],
     "cuda-grad-scaler": ["def f(device):\n    return torch.amp.GradScaler(device.type)"],
     "float64": [
+        "def f(n):\n    return torch.ones(n).to(dtype=torch.float64)",
+        "def table():\n    return torch.linspace(0, 1, 5).numpy()\ndef f(device):\n    return torch.tensor(table(), device=device).float()",
         "x = torch.as_tensor([1.0, 2.0]).to(torch.float64)",
         "def f(wide):\n    d = torch.device('cpu') if wide else torch.device('cpu')\n    return torch.zeros(3, dtype=torch.float64, device=d)",
         "t = torch.arange(5, dtype=torch.float64)",
@@ -303,7 +320,12 @@ CLEAN: dict[str, list[str]] = {
         "import torch.distributed as dist\ndef f(x):\n    dist.all_reduce(x, op=dist.ReduceOp.MAX)"
     ],
     "fork": ["import torch.multiprocessing as mp\nmp.set_start_method('spawn')", "fork = 'fork'"],
-    "cuda-library": ["import numpy", "flash_attn = None", "from mylib import flash_attn_func"],
+    "cuda-library": [
+        "def f(pipe):\n    pipe.enable_attention_slicing()",
+        "import numpy",
+        "flash_attn = None",
+        "from mylib import flash_attn_func",
+    ],
     "optional-cuda-library": ["try:\n    import json5\nexcept ImportError:\n    json5 = None"],
     "custom-op": [
         "def f(x):\n    return torch.ops.aten.add(x, x)",
@@ -315,6 +337,8 @@ CLEAN: dict[str, list[str]] = {
     ],
     "triton": ["triton = None"],
     "compile": [
+        "def f(model):\n    model.compile(optimizer='adam')",
+        "def f(model):\n    model.compile(backend='eager')",
         "import re\np = re.compile('a')",
         "def f(m):\n    return torch.compile(m, backend='eager')",
     ],
