@@ -72,6 +72,7 @@ def if_expression(reader, node: ast.IfExp) -> Values:
         reader.quiet -= 1
         return reader.eval(node.orelse)
     reader.eval_test(node.test)
+    conditions.choice(reader, node)
     if npu:
         chosen, other = (node.orelse, node.body) if negated else (node.body, node.orelse)
         reader.quiet += 1

@@ -47,7 +47,9 @@ def call(reader, node: ast.Call) -> Values:
         where = next((k.value for k in node.keywords if k.arg == name), node)
         if name == "device_ids":
             continue
-        if is_device_name(name) or name == "device_type":
+        if name in ("cuda", "use_cuda") and getattr(where, "value", None) is True:
+            reader.report(where, "cuda-device")
+        elif is_device_name(name) or name == "device_type":
             device(reader, where, values)
         elif name in ("device_id",):
             continue

@@ -69,18 +69,34 @@ def condition(reader, statement: ast.If) -> None:
     stops = any(isinstance(s, ast.Raise) or is_exit(s) for s in statement.body)
     if negated and stops and asks_cuda(reader, test_) is not None:
         reader.report(statement, "cuda-assert")
-    if statement.orelse and isinstance(test_, ast.Compare) and len(test_.ops) == 1:
-        right = test_.comparators[0]
-        cpu = isinstance(right, ast.Constant) and right.value == "cpu"
-        if cpu and isinstance(test_.ops[0], ast.Eq) and mentions_cuda(statement.orelse):
-            reader.report(statement, "not-cpu-is-cuda")
+    if statement.orelse and is_cpu(test_) and mentions_cuda(statement.orelse):
+        reader.report(statement, "not-cpu-is-cuda")
 
 
-def mentions_cuda(body: list[ast.stmt]) -> bool:
-    """Whether statements use CUDA by name."""
-    for statement in body:
-        for part in ast.walk(statement):
-            if isinstance(part, ast.Attribute) and part.attr == "cuda":
+def choice(reader, node: ast.IfExp) -> None:
+    """`a if device.type == "cpu" else b`: is b for CUDA?"""
+    if is_cpu(node.test) and mentions_cuda([node.orelse]):
+        reader.report(node, "not-cpu-is-cuda")
+
+
+def is_cpu(test_: ast.expr) -> bool:
+    """`… == "cpu"`."""
+    if not isinstance(test_, ast.Compare) or len(test_.ops) != 1:
+        return False
+    right = test_.comparators[0]
+    return (
+        isinstance(test_.ops[0], ast.Eq)
+        and isinstance(right, ast.Constant)
+        and right.value == "cpu"
+    )
+
+
+def mentions_cuda(nodes: list[ast.AST]) -> bool:
+    """Whether code uses CUDA by name: `x.cuda()`, `self.rng_cuda`, "cuda:0", "nccl"."""
+    for node in nodes:
+        for part in ast.walk(node):
+            name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
+            if "cuda" in str(name).lower().split("_"):
                 return True
             text = part.value if isinstance(part, ast.Constant) else None
             if isinstance(text, str) and (is_cuda_text(text) or text == "nccl"):

@@ -10,6 +10,7 @@ FLAGGED: dict[str, list[str]] = {
         "class M(torch.nn.Module):\n    def forward(self, x):\n        return x.cuda(non_blocking=True)  # !",
     ],
     "cuda-device": [
+        "import metrics\nm = metrics.calculate('a', cuda=True)  # !",
         "import pytorch_lightning as pl\nt = pl.Trainer(devices=2, accelerator='gpu')  # !",
         "from dataclasses import dataclass, field\n@dataclass\nclass C:\n    device: str = field(default='cuda')  # !",
         "import click\n@click.option('--device', default='cuda')  # !\ndef main(device):\n    pass",
@@ -54,6 +55,7 @@ FLAGGED: dict[str, list[str]] = {
         "def f(device):\n    if device.type == 'cuda':  # !\n        return 1\n    elif device.type == 'xpu':\n        return 2",
     ],
     "not-cpu-is-cuda": [
+        "def f(self, device):\n    return self.rng_cpu if device.type == 'cpu' else self.rng_cuda  # !",
         "def f(device, x):\n    if device == 'cpu':  # !\n        return x\n    else:\n        return x.cuda()",
     ],
     "device-count": [
@@ -219,6 +221,8 @@ CLEAN: dict[str, list[str]] = {
         "# x.cuda()\ns = 'call x.cuda() first'",
     ],
     "cuda-device": [
+        "import metrics\nm = metrics.calculate('a', cuda=False)",
+        "import metrics\ndef f(use):\n    return metrics.calculate('a', cuda=use)",
         "import pytorch_lightning as pl\nt = pl.Trainer(devices=2, accelerator='auto')",
         "from dataclasses import dataclass, field\n@dataclass\nclass C:\n    kernel: str = field(default='cuda')",
         "import click\n@click.option('--kernel', default='cuda')\ndef main(kernel):\n    pass",
@@ -256,6 +260,7 @@ CLEAN: dict[str, list[str]] = {
         "def f(device):\n    if device.type != 'cpu':\n        return 1",
     ],
     "not-cpu-is-cuda": [
+        "def f(self, device):\n    return self.rng_cpu if device.type == 'cpu' else self.rng_device",
         "def f(device, x):\n    if device == 'cpu':\n        return x\n    else:\n        return x.to(device)",
     ],
     "device-count": ["n = torch.accelerator.device_count()"],
