@@ -337,9 +337,43 @@ def test_threads_have_their_own_tracks():
         together.wait()
         for thread in threads:
             thread.join()
-    forward = drawn(t, "forward")
+    forward, backward = drawn(t, "forward"), drawn(t, "backward")
     assert len(forward["0"]) == 80
     assert len({e["tid"] for e in forward["0"]}) == 4
+    for name in ("0 (backward)", "1 (backward)", "Sequential (backward)"):
+        assert len(backward[name]) == 80, "each thread numbers its autograd nodes alone"
+
+
+def test_no_hook_remains_on_a_graph_that_outlives_the_trace_and_others_stay():
+    model, seen = mlp(2, 3, 2), []
+    with sb.trace(model) as outer:
+        with sb.trace(model) as inner:
+            loss = model(torch.randn(1, 2)).sum()
+            loss.grad_fn.register_prehook(lambda grads: seen.append("before"))
+            loss.backward(retain_graph=True)
+            handle = loss.grad_fn.register_prehook(lambda grads: seen.append("after"))
+        loss.backward(retain_graph=True)
+        handle.remove()
+    assert len(drawn(inner)["1 (backward)"]) == 1 and len(drawn(outer)["1 (backward)"]) == 2
+    fires = len(outer.ranks[0].fires)
+    loss.backward()
+    assert seen == ["before", "before", "after", "before"]
+    assert len(outer.ranks[0].fires) == fires
+    assert "_register_hook" not in vars(torch.autograd.Function)
+
+
+def test_nested_tensors():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(2, 5, 16), torch.tensor([[False] * 3 + [True] * 2, [False] * 5])
+    with torch.no_grad():
+        want = model(x, src_key_padding_mask=padding)
+        with sb.trace(model) as t:
+            got = model(x, src_key_padding_mask=padding)
+    assert torch.equal(got, want)
+    args = drawn(t)["layers.0"][0]["args"]
+    assert "float32[2, ragged, 16]" in args["inputs"] + args["outputs"]
+    assert len(t.table()) == len(list(model.modules()))
 
 
 def test_marks_and_paced_kernels():

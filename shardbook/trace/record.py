@@ -6,14 +6,15 @@ it will pass from one module to the next. Unlike a module's backward hook these 
 in-place operations, views and checkpointing work as they do untraced.
 """
 
-import bisect
 import contextlib
 import dataclasses
 import functools
-import operator
+import gc
 import os
 import threading
 import time
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,8 +36,8 @@ _graph_task = torch._C._current_graph_task_id
 _now = time.monotonic_ns
 _thread = threading.get_ident
 
-SAMPLE_NS = 5_000_000
-"""Memory is sampled at most every 5 ms, so that it costs nothing next to the model."""
+SAMPLE_NS = 5_000_000, 50_000_000
+"""Memory is sampled every 5 ms at most, where reading it takes long every 50 ms."""
 
 LAST_NODE = 2**62
 """Nodes that accumulate a parameter's gradient have the number 2**64 - 1: they run at once."""
@@ -61,11 +62,11 @@ def _activate(recorder: "Recorder", on: bool) -> None:
 def describe(value: Any) -> Any:
     """(shape, dtype) of every tensor, nesting kept, None for what is no tensor."""
     if type(value) is Tensor:
-        return (value.shape, value.dtype)
+        return (shape(value), value.dtype)
     if isinstance(value, Tensor):
         placements = getattr(value, "placements", None)  # a DTensor
         if placements is None:
-            return (value.shape, value.dtype)
+            return (shape(value), value.dtype)
         local = value._local_tensor.shape
         return (value.shape, value.dtype, local, " ".join(map(str, placements)))
     if isinstance(value, (list, tuple)):
@@ -76,6 +77,14 @@ def describe(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return describe(vars(value)) if hasattr(value, "__dict__") else None
     return None
+
+
+def shape(x: Tensor) -> tuple:
+    """The shape; a nested tensor, as TransformerEncoder makes of a padding mask, has none."""
+    try:
+        return x.shape
+    except RuntimeError:
+        return (x.size(0), *["ragged"] * (x.dim() - 2), x.size(-1))
 
 
 class Recorder:
@@ -93,9 +102,9 @@ class Recorder:
         self.runs: list[list[int]] = []
         self.memory: list[tuple[int, int]] = []
         self.bounds: dict[int, list[int]] = {}  # thread -> first and last nodes of module calls
-        self.bounded = 0  # records that are in bounds
-        self.seen: dict[int, set[int]] = {}  # thread -> nodes looked at
-        self.handles: list = []
+        self.bounded = 0  # records whose first node is in bounds
+        self.running: list[list] = []  # those whose last node is not yet
+        self.hooked: list = []  # the dictionaries that hold our hooks, by weak reference
         self.calls: list[calls.Call] = []
         self.flops: list[tuple] | None = [] if flops else None
         self.label: dict[str, int] = {}
@@ -104,6 +113,7 @@ class Recorder:
         self.open = False
         self.events = _device_events()
         self.read_memory, self.memory_name = _memory_reader()
+        self.fired = self.hook()
 
     def register(self, model: nn.Module, prefix: str = "") -> int:
         """Give every module below `model` its dotted name; a module keeps the first it gets."""
@@ -125,6 +135,14 @@ class Recorder:
         """
         index, records, events = self.index.get, self.records.append, self.events
         compiling = torch.compiler.is_compiling
+        known: dict[tuple, list[tuple]] = {}  # each once: less memory touched, less work for gc
+
+        def one(x: Tensor) -> list[tuple]:
+            try:
+                key = (x.shape, x.dtype)
+            except RuntimeError:
+                key = (shape(x), x.dtype)
+            return known.get(key) or known.setdefault(key, [key])
 
         def traced(module, *args, **kwargs):
             i = index(id(module))
@@ -132,9 +150,12 @@ class Recorder:
                 return call(module, *args, **kwargs)
             if i is None:
                 i = self.register(module)
-            inputs = [d for v in args[:MOST] if (d := describe(v)) is not None]
-            if kwargs and (named := describe(kwargs)):
-                inputs.append(named)
+            if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+                inputs = one(args[0])
+            else:
+                inputs = [d for v in args[:MOST] if (d := describe(v)) is not None]
+                if kwargs and (named := describe(kwargs)):
+                    inputs.append(named)
             # the fields of timeline.RECORD
             record = [i, _thread(), 0, None, _sequence_nr(), 0, inputs, None, None, None, None]
             records(record)
@@ -151,7 +172,7 @@ class Recorder:
             record[5] = _sequence_nr()
             if events:
                 record[10] = events()
-            record[7] = describe(result)
+            record[7] = one(result)[0] if type(result) is Tensor else describe(result)
             if now > self.sample_at:
                 self.sample(now)
             return result
@@ -181,45 +202,109 @@ class Recorder:
         module call: of the nodes between two such bounds, the first that runs is enough.
         """
         thread = _thread()
-        known = self.bounds.setdefault(thread, [])
-        known += [n for r in self.records[self.bounded :] if r[1] == thread for n in r[4:6]]
-        known.sort()
-        self.bounded = len(self.records)
-        seen, found = self.seen.setdefault(thread, set()), []
         stack = [o.node if isinstance(o, GradientEdge) else o.grad_fn for o in outputs]
-        while stack:
-            node = stack.pop()
-            if node is None:
-                continue
-            number = node._sequence_nr()
-            if number in seen or number > LAST_NODE:
-                continue
-            seen.add(number)
-            found.append((number, node))
-            stack += [n for n, _ in node.next_functions]
-        found.sort(key=operator.itemgetter(0), reverse=True)
-        last = -1
-        for number, node in found:
-            between = bisect.bisect_right(known, number)
-            if between != last:
-                last = between
-                hook = functools.partial(self.fired, (thread, number))
-                self.handles.append(node.register_prehook(hook))
+        found: dict = {}  # number -> node
+        twins = set()  # nodes of another thread, which numbers its own
+        pop, push = stack.pop, stack.append
+        collecting = gc.isenabled()
+        gc.disable()  # hundreds of objects, which end at once
+        try:
+            while stack:
+                node = pop()
+                if node is None:
+                    continue
+                number = node._sequence_nr()
+                if number > LAST_NODE:
+                    continue
+                known = found.get(number)
+                if known is None:
+                    found[number] = node
+                elif known is node or node in twins:
+                    continue
+                else:
+                    twins.add(node)
+                for following, _ in node.next_functions:
+                    if following is not None:
+                        push(following)
+            with _lock, self.quick_hooks():
+                bounds = self.bounds_of(thread)
+                at, last = len(bounds), None
+                for number in sorted(found, reverse=True):
+                    while at and bounds[at - 1] > number:
+                        at -= 1
+                    if at != last:  # the first that runs between two bounds
+                        last = at
+                        hook = functools.partial(self.fired, (thread, number))
+                        self.hooked.append(found[number].register_prehook(hook))
+        finally:
+            known = node = following = None
+            found.clear()
+            if collecting:
+                gc.enable()
 
-    def fired(self, node: tuple[int, int], grads: tuple) -> None:
-        """Backward has reached a node."""
-        if not self.open:
-            return
-        now = _now()
-        device = self.events() if self.events else None
-        self.fires.append((now, node, _graph_task(), _thread(), device))
-        if now > self.sample_at:
-            self.sample(now)
+    def bounds_of(self, thread: int) -> list[int]:
+        """First and last nodes of this thread's module calls so far, ascending."""
+        fresh = self.records[self.bounded :]
+        self.bounded += len(fresh)
+        new: dict[int, list[int]] = {}
+        for r in fresh:
+            new.setdefault(r[1], []).append(r[4])
+        fresh += self.running
+        self.running = [r for r in fresh if r[3] is None]
+        for r in fresh:
+            if r[3] is not None:
+                new.setdefault(r[1], []).append(r[5])
+        for other, numbers in new.items():
+            numbers.sort()
+            bounds = self.bounds.setdefault(other, [])
+            ascending = not bounds or bounds[-1] <= numbers[0]
+            bounds += numbers
+            if not ascending:
+                bounds.sort()
+        return self.bounds.setdefault(thread, [])
+
+    @contextlib.contextmanager
+    def quick_hooks(self) -> Iterator[None]:
+        """Inside, a node takes our hook without a RemovableHandle, which costs more than the hook.
+
+        A node's hooks lie in a dictionary that this function of torch fills. Ours go under
+        `self`, so a node that is met again gets no second one.
+        """
+        function = torch.autograd.Function
+        usual = function._register_hook
+
+        def register(hooks, hook):
+            if type(hook) is not functools.partial or hook.func is not self.fired:
+                return usual(hooks, hook)
+            hooks = OrderedDict() if hooks is None else hooks
+            hooks[self] = hook
+            return hooks, weakref.ref(hooks)
+
+        function._register_hook = staticmethod(register)
+        try:
+            yield
+        finally:
+            del function._register_hook  # it is inherited
+
+    def hook(self) -> Callable:
+        """What runs when backward reaches a node."""
+        fires, events = self.fires.append, self.events
+
+        def fired(node: tuple[int, int], grads: tuple) -> None:
+            if not self.open:
+                return
+            now = _now()
+            fires((now, node, _graph_task(), _thread(), events() if events else None))
+            if now > self.sample_at:
+                self.sample(now)
+
+        return fired
 
     def sample(self, now: int) -> None:
-        """Note the memory in use."""
-        self.sample_at = now + SAMPLE_NS
+        """Note the memory in use; the next time when this was a thousandth of the time between."""
         self.memory.append((now, self.read_memory()))
+        least, most = SAMPLE_NS
+        self.sample_at = now + min(max(least, 1000 * (_now() - now)), most)
 
     def start(self) -> None:
         """Begin to note."""
@@ -241,9 +326,12 @@ class Recorder:
         self.open = False
         calls._listeners.remove(self.listener)
         calls.clock = self.outer_clock
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
+        for hooks in self.hooked:
+            if not isinstance(hooks, weakref.ref):
+                hooks.remove()
+            elif (held := hooks()) is not None:
+                held.pop(self, None)
+        self.hooked.clear()
         device_ms = self._device_times()
         for call in self.calls:  # a trace inside this one may have read its events already
             if not any(isinstance(e, float) for e in call.events):
@@ -406,18 +494,27 @@ def mark(name: str) -> Iterator[None]:
         _note(str(name), start, "mark", {})
 
 
-def pace(ms: float, name: str = "kernel", since: int | None = None) -> None:
+def pace(ms: float, name: str = "kernel", since: int | None = None, late: int = 0) -> int:
     """Stand for a kernel that takes `ms` milliseconds: sleeps, and is labelled "paced".
 
     So four ranks on two cores show the schedule that four devices would. `since`, a reading of
-    time.perf_counter_ns(), counts what was computed from then on as a part of the kernel.
+    time.perf_counter_ns(), counts what was computed from then on as a part of the kernel; `late`
+    ns that the device began before that, since its host came late. Returns when the kernel ends on
+    the device, a reading of the same clock; this process is awake again a little later.
     """
     if ms < 0:
         raise ValueError(f"sb.pace() takes a time in milliseconds, 0 or more, not {ms}")
-    spent = 0 if since is None else time.perf_counter_ns() - since
-    start = _now() - spent
-    time.sleep(max(0.0, ms / 1000 - spent / 1e9))
-    _note(f"{name} (paced)", start, "paced", {"time": f"paced: sleeps {ms:g} ms"})
+    now = time.perf_counter_ns()
+    start = now if since is None else since
+    end = max(now, start - late + round(ms * 1e6))
+    import os
+    nap = float(os.environ.get("NAP", "1"))
+    while (left := (end - time.perf_counter_ns()) / 1e9) > 0:
+        time.sleep(min(left, nap))
+    args = {"time": f"paced: sleeps {ms:g} ms", "kernel ms": ms}
+    offset = _now() - time.perf_counter_ns()  # between the trace's clock and this one
+    _note(f"{name} (paced)", start + offset, "paced", args, end + offset)
+    return end
 
 
 def label(**coordinates: int) -> None:
@@ -426,7 +523,7 @@ def label(**coordinates: int) -> None:
         recorder.label = {**recorder.label, **coordinates}
 
 
-def _note(name: str, start: int, category: str, args: dict) -> None:
-    end = _now()
+def _note(name: str, start: int, category: str, args: dict, end: int | None = None) -> None:
+    end = _now() if end is None else end
     for recorder in _active:
         recorder.marks.append((name, _thread(), start, end, category, args))

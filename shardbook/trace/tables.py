@@ -169,6 +169,8 @@ def _layer_flops(module: dict, output: object) -> int | None:
     if not isinstance(output, tuple) or "weight" not in module["parameters"]:
         return None
     shape = output[2] if len(output) > 2 else output[0]
+    if not all(isinstance(n, int) for n in shape):  # of a nested tensor
+        return None
     if module["kind"] == "linear":
         return 2 * math.prod(shape) * module["parameters"]["weight"]["local_shape"][-1]
     if module["kind"] == "convolution" and "Transpose" not in module["type"]:

@@ -192,7 +192,7 @@ def _end(record: list, default: int) -> int:
 
 def tensor(shape: tuple, dtype: Any) -> str:
     """``float32[2, 128, 512]``."""
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
 def text(described: Any) -> str:
