@@ -6,6 +6,7 @@ every op passes even in inference mode, notes the call and hands on to the backe
 nothing. The checks count calls and bytes here, the trace draws them, the diagnosis names them.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import sys
@@ -59,12 +60,13 @@ class Call:
     group: tuple[int, ...]  # global ranks
     peer: int | None  # global rank: the other end of send and recv, the root of a rooted collective
     start_ns: int  # time.monotonic_ns() on entering
-    end_ns: int | None = None  # when the op returned, or when its work was waited for
+    end_ns: int | None = None  # when the op returned, or its work was waited for, or was done
     where: str = ""  # "file:line" of the caller outside torch and this module
     group_name: str = ""  # tells two groups of the same ranks apart
     tag: int = 0  # of send and recv
     is_async: bool = False  # a work was handed out, not waited for inside the call itself
     events: tuple = ()  # device events at the start and the end, while `clock` is set
+    complete: bool | None = None  # of an async call in a trace: whether its real end was seen
 
 
 Listener = Callable[[Call], None]
@@ -73,6 +75,11 @@ watch: Callable[[str, Call], None] | None = None
 """Set in ranks: told "enter" on every call, "wait" when this rank blocks on it, "done" after."""
 clock: Callable[[], object] | None = None
 """Set by a trace on a device that has events: records one on the current stream."""
+traces = 0
+"""How many traces are open: they want the real end of async calls, waited for or not."""
+_pending: list[tuple] = []  # (a Work, its call) whose end a thread watches for
+_poller: threading.Thread | None = None
+_lock = threading.Lock()
 _inside = threading.local()
 _open: dict[int, tuple] = {}  # id of a Work -> (the Work, its call, addresses of its tensors)
 _AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
@@ -135,6 +142,9 @@ def _kernel(op, name: str):
             work = dist.Work.unbox(work)
             call.is_async = True
             _open[id(work)] = (work, call, addresses)
+            if traces and call.op not in ("send", "recv"):  # gloo's are done when waited for
+                call.complete = False
+                _watch_for_end(work, call)
         return result
 
     return kernel
@@ -161,15 +171,65 @@ def _waiting(known: tuple) -> Iterator[None]:
         yield
     finally:
         _ended(call)
+        if call.complete is False:
+            call.complete = True
         _open.pop(id(work), None)
         if watch is not None:
             watch("done", call)
 
 
 def _ended(call: Call) -> None:
-    call.end_ns = time.monotonic_ns()
+    if not (call.complete and call.is_async):
+        call.end_ns = time.monotonic_ns()
     if call.events and clock is not None:
         call.events = (call.events[0], clock())
+
+
+def _watch_for_end(work, call: Call) -> None:
+    """Have a thread ask the work from time to time whether it is done.
+
+    A callback of its future would be exact, but would run in a thread of the backend: where the
+    peer never comes, the process could not end (gloo's destructor waits for that thread).
+    """
+    global _poller
+    with _lock:
+        _pending.append((work, call))
+        if _poller is None or not _poller.is_alive():  # it does not survive a fork
+            _poller = threading.Thread(target=_poll, name="shardbook.calls", daemon=True)
+            _poller.start()
+
+
+def _poll() -> None:
+    global _poller
+    while True:
+        with _lock:
+            if not traces:
+                _pending.clear()
+            settle()
+            if not _pending:
+                _poller = None
+                return
+            age = (time.monotonic_ns() - _pending[-1][1].start_ns) / 1e9
+        time.sleep(min(max(age / 20, 0.0002), 0.005))  # late by a twentieth at most, nearly free
+
+
+def settle() -> None:
+    """Note the end of every async call that is done by now."""
+    for item in list(_pending):
+        work, call = item
+        if call.complete is False and work.is_completed():
+            call.end_ns, call.complete = time.monotonic_ns(), True
+        if call.complete:
+            with contextlib.suppress(ValueError):
+                _pending.remove(item)
+
+
+@atexit.register
+def _stop_polling() -> None:
+    thread = _poller
+    _pending.clear()
+    if thread is not None:
+        thread.join(1)
 
 
 def _close_finished() -> None:

@@ -1,6 +1,8 @@
 """Traces of several ranks: one timeline, arrows from send to recv, shards of a DTensor."""
 
 import copy
+import subprocess
+import sys
 import time
 
 import torch
@@ -146,3 +148,72 @@ def test_a_rank_on_another_clock_is_moved_in_the_merge():
     slices = [e for e in merge([there, here]).chrome()["traceEvents"] if e["ph"] == "X"]
     assert [e["pid"] for e in slices] == [0, 1]
     assert slices[0]["ts"] == slices[1]["ts"]
+
+
+def _not_waited_for():
+    rank, late, x = dist.get_rank(), 0.3, torch.ones(3, device=sb.device())
+    dist.barrier()
+    with sb.trace() as t:
+        if rank == 1:
+            time.sleep(late)
+        work = dist.all_reduce(x, async_op=True)
+        with sb.mark("goes on"):
+            time.sleep(2 * late)
+        work.wait()
+    with sb.trace() as cut:
+        if rank == 0:
+            work = dist.all_reduce(x, async_op=True)
+            time.sleep(0.05)
+    if rank == 1:
+        work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    with sb.trace() as left:  # nobody ever waits
+        if rank == 1:
+            time.sleep(late)
+        dist.all_reduce(x, async_op=True)
+        dist.barrier()
+    return t, cut, left
+
+
+def test_an_async_collective_lasts_until_its_peer_came():
+    (early, cut, left), (late, _, _) = sb.run(_not_waited_for, world_size=2).values
+    for trace in (early, left, cut):
+        assert validate(trace.chrome()) == []
+    ends = {}
+    for rank, trace in enumerate((early, late)):
+        slices = {s.name: s for s in trace.ranks[0].slices()}
+        call, mark = slices["all_reduce"], slices["goes on"]
+        assert call.track == "async collectives" and mark.start < call.end < mark.end
+        ends[rank] = call.end - call.start
+    assert 0.28 < ends[0] / 1e9 < 0.55, "until rank 1 came, not until it was waited for"
+    assert ends[1] / 1e9 < 0.2
+    (call,) = (s for s in left.ranks[0].slices() if s.name == "all_reduce")
+    assert 0.28 < (call.end - call.start) / 1e9 < 0.55
+    (call,) = cut.ranks[0].slices()
+    assert call.args["unfinished"] and call.end == cut.ranks[0].end
+
+
+LEAVES = """
+import sys, time, torch, torch.distributed as dist
+import shardbook as sb
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+dist.barrier()
+if sys.argv[2] == "0":
+    with sb.trace() as t:
+        dist.all_reduce(torch.ones(3), async_op=True)
+        time.sleep(0.1)
+        print(t.ranks)
+        sys.exit(7)
+time.sleep(1)
+"""
+
+
+def test_a_collective_nobody_joins_keeps_no_process_alive(tmp_path):
+    address = f"file://{tmp_path}/store"
+    command = [sys.executable, "-c", LEAVES, address]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+    try:
+        assert [rank.wait(60) for rank in ranks] == [7, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()

@@ -309,6 +309,7 @@ class Recorder:
     def start(self) -> None:
         """Begin to note."""
         calls.install()
+        calls.traces += 1
         calls._listeners.append(self.calls.append)
         self.listener = calls._listeners[-1]
         self.open = True
@@ -326,6 +327,10 @@ class Recorder:
         self.open = False
         calls._listeners.remove(self.listener)
         calls.clock = self.outer_clock
+        calls.settle()
+        calls.traces -= 1
+        # copies: what ends after this trace does not change it
+        self.calls = [dataclasses.replace(c) for c in self.calls]
         for hooks in self.hooked:
             if not isinstance(hooks, weakref.ref):
                 hooks.remove()
@@ -333,11 +338,10 @@ class Recorder:
                 held.pop(self, None)
         self.hooked.clear()
         device_ms = self._device_times()
-        for call in self.calls:  # a trace inside this one may have read its events already
-            if not any(isinstance(e, float) for e in call.events):
-                call.events = tuple(device_ms(e) for e in call.events)
-            elif not all(isinstance(e, float) for e in call.events):
-                call.events = ()
+        for call in self.calls:
+            call.events = tuple(device_ms(e) for e in call.events)
+            if call.complete is False:  # still under way
+                call.end_ns = None
         return RankTrace(
             rank=int(os.environ.get("RANK", 0)),
             label=self.label,

@@ -180,6 +180,8 @@ class RankTrace:
                 args["peer" if kind == "p2p" else "root"] = call.peer
             if len(call.events) == 2:
                 args["device ms"] = round(call.events[1] - call.events[0], 4)
+            if call.complete is False:
+                args["unfinished"] = "when the trace ended"
             end = self.end if call.end_ns is None else call.end_ns
             track = "async collectives" if call.is_async else "collectives"
             out.append(Slice(track, name, call.start_ns, max(end, call.start_ns + 3), kind, args))
