@@ -143,7 +143,7 @@ def _kernel(op, name: str):
             call.is_async = True
             _open[id(work)] = (work, call, addresses)
             if traces and call.op not in ("send", "recv"):  # gloo's are done when waited for
-                call.complete = False
+                call.complete, call.events = False, call.events[:1]
                 _watch_for_end(work, call)
         return result
 

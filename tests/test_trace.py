@@ -362,6 +362,7 @@ def test_no_hook_remains_on_a_graph_that_outlives_the_trace_and_others_stay():
     assert "_register_hook" not in vars(torch.autograd.Function)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors():
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
