@@ -3,13 +3,13 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections import Counter
-from pathlib import Path
 
 from . import fix
 from .rules import RULES, SEVERITIES
-from .scan import Finding, python_files, scan
+from .scan import Finding, existing, python_files, scan
 
 EPILOG = """severities:
   breaks  stops with an error on an NPU
@@ -38,14 +38,22 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.fix:
             return rewrite(args.paths, args.write)
-        findings = scan(args.paths)
+        return show(scan(args.paths), args.severity, args.json)
+    except BrokenPipeError:  # `port … | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         print(f"port: {error}", file=sys.stderr)
         return 2
-    if args.severity:
-        worst = SEVERITIES[: SEVERITIES.index(args.severity) + 1]
+
+
+def show(findings: list[Finding], severity: str | None, as_json: bool) -> int:
+    """Print the findings of this severity and worse; the exit code."""
+    if severity:
+        worst = SEVERITIES[: SEVERITIES.index(severity) + 1]
         findings = [f for f in findings if f.severity in worst]
-    print(json.dumps([as_dict(f) for f in findings], indent=1) if args.json else text(findings))
+    print(json.dumps([as_dict(f) for f in findings], indent=1) if as_json else text(findings))
+    sys.stdout.flush()
     return 1 if findings else 0
 
 
@@ -97,21 +105,21 @@ def counts(findings: list[Finding]) -> str:
 def rewrite(paths: list[str], write: bool) -> int:
     """Show the safe rewrites of every file; make them if asked."""
     changed = 0
-    for path in [Path(p) for p in paths]:
-        if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist: give a Python file or a folder")
-    for path in python_files([Path(p) for p in paths]):
+    for path in python_files(existing(paths)):
         try:
-            source = path.read_bytes().decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            print(f"# {path} left alone: {error}", file=sys.stderr)
+            text = path.read_bytes().decode("utf-8")
+            mark = "\ufeff" if text.startswith("\ufeff") else ""  # a byte order mark stays
+            source = text.removeprefix(mark)
+            shown = fix.diff(source, str(path))
+        except (OSError, ValueError) as error:
+            why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
+            print(f"# {path} left alone: {why}", file=sys.stderr)
             continue
-        shown = fix.diff(source, str(path))
         if shown:
             changed += 1
             print(shown, end="")
             if write:
-                path.write_bytes(fix.fixed(source)[0].encode("utf-8"))
+                path.write_bytes((mark + fix.fixed(source)[0]).encode("utf-8"))
     verb = "rewritten" if write else "would change; add --write to make the changes"
     print(f"# {changed} files {verb}", file=sys.stderr)
     return 1 if changed and not write else 0

@@ -5,6 +5,7 @@ known to be torch's (through any alias) and its arguments mean the same in the n
 """
 
 import difflib
+import re
 
 import libcst as cst
 from libcst.codemod import CodemodContext
@@ -17,6 +18,8 @@ SAFE = {  # function -> (its device-independent twin, how many positional argume
     "torch.cuda.current_device": ("current_device_index", 0),
     "torch.cuda.set_device": ("set_device_index", 1),
 }
+NAMES = (*SAFE, "torch.cuda.is_available")
+LARGEST = 2_000_000  # characters; libcst takes some kilobytes a line
 CHOICE = "({torch}.accelerator.current_accelerator(check_available=True) or {torch}.device('cpu'))"
 
 
@@ -76,16 +79,27 @@ def _torch_name(module: cst.Module) -> str | None:
 
 
 def fixed(source: str) -> tuple[str, int]:
-    """The source with the safe rewrites made, and how many; unreadable source is left alone."""
-    if "cuda" not in source:
+    """The source with the safe rewrites made, and how many; unreadable source is left alone.
+
+    ValueError, as a sentence, for a source that is too large to rewrite, or that libcst would not
+    give back as it was.
+    """
+    if "cuda" not in source or not any(path.rsplit(".", 1)[1] in source for path in NAMES):
         return source, 0
+    if len(source) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST:,} characters: rewrite it by hand")
     try:
         module = cst.parse_module(source)
     except (cst.ParserSyntaxError, RecursionError):
         return source, 0
+    if module.code != source:
+        raise ValueError("it would not be given back as it is: rewrite it by hand")
     name = _torch_name(module)
     rewriter = _Rewriter(name)
-    module = MetadataWrapper(module).visit(rewriter)
+    try:
+        module = MetadataWrapper(module).visit(rewriter)
+    except RecursionError:
+        raise ValueError("it is nested too deeply: rewrite it by hand") from None
     if rewriter.count and name is None:
         context = CodemodContext()
         AddImportsVisitor.add_needed_import(context, "torch")
@@ -98,7 +112,11 @@ def diff(source: str, file: str) -> str:
     new, count = fixed(source)
     if not count:
         return ""
-    lines = difflib.unified_diff(
-        source.splitlines(keepends=True), new.splitlines(keepends=True), file, file + " (fixed)"
-    )
-    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)
+    lines = difflib.unified_diff(_lines(source), _lines(new), file, file + " (fixed)")
+    ended = "\n\\ No newline at end of file\n"
+    return "".join(line if line.endswith("\n") else line + ended for line in lines)
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as diff and patch know them: a form feed or a lone carriage return ends none."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)

@@ -12,6 +12,7 @@ from . import branches, conditions, detect, expressions, statements
 from .values import Value, Values, join
 
 Scope = dict[str, Values]
+DEEPEST = 40  # functions read inside each other, from a call to what it returns
 
 
 class Reader:
@@ -121,6 +122,8 @@ class Reader:
         """What a function of this file returns, reading it now if it was not read yet."""
         if f in self.done or not isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return self.done.get(f, [])
+        if len(self.returns) > DEEPEST:
+            return []  # a long chain of calls: read in its turn instead
         for entry in self.pending:
             if entry[0] is f:
                 self.pending.remove(entry)

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ WORTH_READING = re.compile(
     r"|fft|sdp|ReduceOp|cpp_extension|transformer_engine|cupy|device|tensorrt|flashinfer|GPUtil|nvcc|_ssm|natten",
     re.IGNORECASE,
 )
+
+
+DEEP = "nested too deeply: it was not checked from there on"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -35,18 +39,24 @@ class Finding:
         return RULES[self.rule].severity
 
 
-def scan_source(source: str, file: str = "<string>") -> list[Finding]:
-    """The findings of one file's text, in order; a file that is no Python 3 is one finding."""
-    if not WORTH_READING.search(source):
+def scan_source(source: str, file: str = "<string>", always: bool = False) -> list[Finding]:
+    """The findings of one file's text, in order; a file that is no Python 3 is one finding.
+
+    A text without a word of any rule is not even parsed, unless `always`.
+    """
+    if not always and not WORTH_READING.search(source):
         return []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in other people's strings
             tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = getattr(error, "lineno", None) or 1
-        return [Finding(file, line, 1, "unreadable", str(error).splitlines()[0])]
-    lines = source.splitlines()
+    except SyntaxError as error:
+        return [unreadable(file, error.msg or "invalid syntax", error.lineno or 1)]
+    except (RecursionError, MemoryError):
+        return [unreadable(file, DEEP)]
+    except ValueError as error:
+        return [unreadable(file, str(error))]
+    lines = re.split("\r\n|\r|\n", source)  # as Python counts them: a form feed ends no line
     found: dict[tuple[int, str], Finding] = {}
 
     def report(node: ast.AST, rule: str) -> None:
@@ -54,28 +64,43 @@ def scan_source(source: str, file: str = "<string>") -> list[Finding]:
         text = lines[line - 1].strip() if line <= len(lines) else ""
         found.setdefault((line, rule), Finding(file, line, node.col_offset + 1, rule, text))
 
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 12_000))  # a level of code takes a few calls here
     try:
         Reader(tree, report).read()
     except RecursionError:
-        found[(1, "unreadable")] = Finding(file, 1, 1, "unreadable", "nested too deeply")
+        found[(1, "unreadable")] = unreadable(file, DEEP)
     except Exception as error:  # ours; one file must not end the report on all others
         said = f"the checker failed: {type(error).__name__}: {error}"
-        found[(1, "unreadable")] = Finding(file, 1, 1, "unreadable", said.splitlines()[0])
+        found[(1, "unreadable")] = unreadable(file, said)
+    finally:
+        sys.setrecursionlimit(limit)
     return sorted(found.values())
+
+
+def unreadable(file: str, why: str, line: int = 1) -> Finding:
+    """The finding for a file, or the rest of it, that was not checked."""
+    return Finding(file, line, 1, "unreadable", (why.splitlines() or ["not readable"])[0])
 
 
 def scan_file(path: Path, name: str | None = None) -> list[Finding]:
     """The findings of one file; one that can't be read as text is a finding, never an error."""
     name = name or str(path)
+    if path.suffix == ".ipynb":
+        return [
+            unreadable(name, "a notebook: make a script of it (jupytext --to py) and check that")
+        ]
     try:
         data = path.read_bytes()
     except OSError as error:
-        return [Finding(name, 1, 1, "unreadable", error.strerror or str(error))]
+        return [unreadable(name, error.strerror or str(error))]
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return [unreadable(name, "UTF-16 text, which Python does not read: save it as UTF-8")]
     try:
         source = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         source = data.decode("latin-1")
-    return scan_source(source.replace("\0", ""), name)
+    return scan_source(source.replace("\0", ""), name, always=path.suffix != ".py")
 
 
 def python_files(paths: list[Path]) -> Iterator[Path]:
@@ -84,9 +109,10 @@ def python_files(paths: list[Path]) -> Iterator[Path]:
         if path.is_dir():
             for found in sorted(path.rglob("*.py")):
                 parts = found.relative_to(path).parts
-                if not any(
+                hidden = any(
                     p.startswith(".") or p in ("site-packages", "node_modules") for p in parts
-                ):
+                )
+                if not hidden and not found.is_dir():
                     yield found
         else:
             yield path
@@ -94,8 +120,13 @@ def python_files(paths: list[Path]) -> Iterator[Path]:
 
 def scan(paths: list[str | Path]) -> list[Finding]:
     """The findings of files and folders, by file and line; FileNotFoundError for a missing one."""
-    todo = [Path(p) for p in paths]
-    for path in todo:
-        if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist: give a Python file or a folder")
-    return [finding for path in python_files(todo) for finding in scan_file(path)]
+    return [finding for path in python_files(existing(paths)) for finding in scan_file(path)]
+
+
+def existing(paths: list[str | Path]) -> list[Path]:
+    """The paths; FileNotFoundError, as a sentence, for one that is not there."""
+    for path in paths:
+        if str(path) == "" or not Path(path).exists():
+            name = str(path) or "a path without a name"
+            raise FileNotFoundError(f"{name} does not exist: give a Python file or a folder")
+    return [Path(p) for p in paths]

@@ -98,6 +98,85 @@ def test_fix_leaves_unsafe_calls_alone(tmp_path, capsys):
     assert not capsys.readouterr().out
 
 
+SYNC = b"torch.cuda.synchronize()"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        b"import torch\r\n\r\ndef f():\r\n    SYNC\r\n    s = 'a\\\r\nb'\r\n",
+        b"import torch\r\n\ndef f():\n    SYNC\r\n    x = 1   # two  blanks \n",
+        b"import torch\n\x0c\ndef f():\n\tSYNC\n\x0c\n",
+        b"\xef\xbb\xbfimport torch\nSYNC\n",
+        b"import torch\nSYNC",
+        "import torch\ns = 'a\u2028b\x85c\x0bd \u00e9'\nSYNC\n\n\n".encode(),
+    ],
+    ids=["crlf", "mixed", "form feed", "bom", "no last newline", "unicode"],
+)
+def test_fix_changes_nothing_else(tmp_path, capsys, before):
+    path = tmp_path / "a.py"
+    path.write_bytes(before.replace(b"SYNC", SYNC))
+    assert main(["port", "--fix", "--write", str(path)]) == 0
+    assert path.read_bytes() == before.replace(b"SYNC", b"torch.accelerator.synchronize()")
+    shown = [x for x in capsys.readouterr().out.split("\n") if x.startswith(("-", "+"))]
+    assert [x.strip() for x in shown[2:]] == [
+        "-" + before.split(b"SYNC")[0].split(b"\n")[-1].decode() + SYNC.decode(),
+        "+"
+        + before.split(b"SYNC")[0].split(b"\n")[-1].decode()
+        + "torch.accelerator.synchronize()",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"# \xe9\nimport torch\n" + SYNC + b"\n", "not UTF-8"),
+        (b"import torch\r" + SYNC + b"\r", "not be given back as it is"),
+        (b"import torch\n" + SYNC + b"\nx = '" + b"a" * 2_000_000 + b"'\n", "2,000,000 characters"),
+    ],
+    ids=["latin-1", "carriage returns", "huge"],
+)
+def test_fix_says_what_it_leaves_alone(tmp_path, capsys, data, why):
+    path = tmp_path / "a.py"
+    path.write_bytes(data)
+    assert main(["port", "--fix", "--write", str(path)]) == 0
+    assert path.read_bytes() == data
+    assert f"{path} left alone: " in (said := capsys.readouterr().err)
+    assert why in said
+
+
+def test_lines_are_counted_and_shown_as_python_counts_them(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text("import torch\ns = 'a\u2028b\x85c'\n\x0c\nx = torch.ones(1).cuda()\n")
+    assert [(f.line, f.code) for f in scan([path])] == [(4, "x = torch.ones(1).cuda()")]
+
+
+def test_folders_as_they_are_found(tmp_path, capsys):
+    (tmp_path / "sub" / "folder.py").mkdir(parents=True)
+    (tmp_path / "sub" / "loop").symlink_to(tmp_path)
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nothing.py")
+    (tmp_path / "sub" / "folder.py" / "a.py").write_text(CODE)
+    found = scan([tmp_path])
+    assert [f.rule for f in found] == ["unreadable", "cuda-method", "cuda-silent"]
+    assert main(["port", ""]) == 2
+    assert "a path without a name does not exist" in capsys.readouterr().err
+
+
+def test_what_is_no_python_file_is_said(tmp_path):
+    notebook, other = tmp_path / "a.ipynb", tmp_path / "notes"
+    notebook.write_text('{"cells": [{"source": ["x.cuda()"]}]}')
+    other.write_text("not Python at all\n")
+    assert ["notebook" in f.code for f in scan([notebook])] == [True]
+    assert [f.rule for f in scan([other])] == ["unreadable"]
+
+
+def test_long_chains_are_read_to_the_end():
+    calls = "".join(f"def f{i}(x):\n    return f{i + 1}(x)\n" for i in range(400))
+    nested = "".join("    " * i + f"if a{i}:\n" for i in range(90)) + "    " * 90 + "x.cuda()\n"
+    source = f"import torch\n{calls}def f400(x):\n    return x.cuda()\n{nested}"
+    assert [f.line for f in scan_source(source)] == [803, 894]
+
+
 @pytest.mark.parametrize(
     ("data", "rules"),
     [
@@ -110,10 +189,12 @@ def test_fix_leaves_unsafe_calls_alone(tmp_path, capsys):
         (b"import torch\r\ny = torch.ones(1).cuda()\r\n", ["cuda-method"]),
         (b"cuda = " + b"(" * 5000 + b"1" + b")" * 5000 + b"\n", ["unreadable"]),
         (b"cuda = " + b"-" * 5000 + b"1\n", ["unreadable"]),
+        (b"cuda = " + b" + ".join([b"x"] * 5000) + b"\n", ["unreadable"]),
         (bytes(range(256)) * 3 + b"cuda", ["unreadable"]),
+        ("x.cuda()".encode("utf-16"), ["unreadable"]),
     ],
     ids=["empty", "python 2", "cut off", "latin-1", "null", "bom", "crlf", "parentheses", "deep",
-         "binary"],
+         "sum", "binary", "utf-16"],
 )  # fmt: skip
 def test_any_file_is_read_or_said_to_be_unreadable(tmp_path, data, rules):
     (tmp_path / "a.py").write_bytes(data)
