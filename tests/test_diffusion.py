@@ -8,9 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardbook.models.diffusion import ddim_sample, guided
+import shardbook as sb
+from shardbook.models import video
+from shardbook.models.diffusion import ddim_sample, flow_matching_loss, guided
 from shardbook.models.digits import Classifier, digits, frechet_distance, judge
 from shardbook.models.dit import DiT, from_tokens, to_tokens
+from shardbook.models.preference import drift, pairs, prefer, squared_error
 from shardbook.models.rope3d import apply_rope, rope_3d
 from shardbook.models.shapes import DIRECTIONS, moving_shapes
 from shardbook.models.train import cosine, seeded, train
@@ -203,3 +206,87 @@ def test_guidance_extrapolates_and_needs_a_null_label():
     assert math.isclose(guided(model, x, t, labels, 1.0, None)[1, 0].item(), 2)
     with pytest.raises(ValueError, match="null_label"):
         guided(model, x, t, labels, 3.0, None)
+
+
+def filled(model, seed=0):
+    """Every parameter drawn: a new DiT answers with zeros."""
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.add_(0.1 * normal(*p.shape, seed=seed + i))
+    return model.eval()
+
+
+def test_places_differ_and_only_they_tell_the_first_frame():
+    places = video.Places((6, 3, 3), 64)
+    table = places(torch.zeros(2, 54, 64))[0]
+    assert (torch.cdist(table, table) + 9 * torch.eye(54)).min() > 0.5
+    assert not torch.allclose(places(table[None]), table[None])
+    model = filled(video.video_dit())
+    x = normal(1, 1, *video.GRID)
+    t, label = torch.tensor([0.5]), torch.tensor([video.NO_LABEL])
+    out = model(x, t, label)
+    assert out.shape == x.shape
+    model.x_embedder[
+        1
+    ].table.zero_()  # with RoPE alone, what is no patch of the edge is like another
+    assert (model(x, t, label) - out).abs().max() > 1e-3
+
+
+def few_steps() -> tuple:
+    weights, losses = video.learn(3, batch=8)
+    labels = torch.tensor([0, 5, 12, 11])
+    return weights, losses, video.draw(weights, labels, 2.0, seed=4)
+
+
+def test_ranks_train_one_video_model_and_share_its_samples():
+    first, second = sb.run(few_steps, world_size=2, timeout=120).values
+    assert all(torch.equal(first[0][n], second[0][n]) for n in first[0])
+    assert first[1] != second[1]  # each its own part of the batch
+    both = torch.cat([first[2], second[2]])
+    whole = sb.run(video.draw, first[0], torch.tensor([0, 5, 12, 11]), 2.0, 4, world_size=1)
+    torch.testing.assert_close(both, whole.values[0], atol=1e-5, rtol=1e-4)
+
+
+def test_the_video_judge_tells_shape_from_direction():
+    videos, labels = video.clips(40, seed=2)
+    model = seeded(lambda: Classifier(6, 12), 0).eval()
+    found = model(videos[:, 0]).argmax(1)
+    shape, direction = found // 4, found % 4
+    scores = video.judge_videos(model, videos, (shape + 1) % 3 * 4 + direction, videos)
+    assert (scores["shape"], scores["direction"], scores["both"]) == (0, 1, 0)
+    scores = video.judge_videos(model, videos, shape * 4 + (direction + 1) % 4, videos)
+    assert (scores["shape"], scores["direction"], scores["both"]) == (1, 0, 0)
+    assert scores["frechet"] == pytest.approx(0, abs=1e-3)
+
+
+def test_pairs_take_only_what_the_judge_is_sure_of():
+    preferred = torch.tensor([True, True, False, False, True, False])
+    sure = torch.tensor([True, False, True, True, True, False])
+    wins, losses = pairs(preferred, sure, 50)
+    assert set(wins.tolist()) == {0, 4} and set(losses.tolist()) == {2, 3}
+    with pytest.raises(ValueError, match="0 winners and 2 losers"):
+        pairs(preferred & ~sure, sure, 5)
+
+
+def test_errors_by_video_are_those_of_the_training_loss():
+    model = filled(video.video_dit())
+    x, noise, t = normal(3, 1, *video.GRID), normal(3, 1, *video.GRID, seed=1), torch.rand(3)
+    with torch.no_grad():
+        errors = squared_error(model, x, 7, noise, t)
+        want = flow_matching_loss(model, x, torch.full((3,), 7), noise, t)
+    assert errors.shape == (3,)
+    torch.testing.assert_close(errors.mean(), want)
+
+
+def test_preferring_separates_the_pairs_and_leaves_the_reference_alone():
+    reference = filled(video.video_dit())
+    before = {n: p.clone() for n, p in reference.state_dict().items()}
+    wins, losses = (video.clips(8, seed=s)[0] for s in (1, 2))
+    runs = [prefer(reference, wins, losses, 12, 8, 100.0, 1e-3) for _ in range(2)]
+    (model, curve), (_, again) = runs
+    assert curve == again and curve[0] == pytest.approx(math.log(2), rel=1e-4)
+    assert curve[-1] < curve[0] * 0.9
+    assert all(torch.equal(before[n], p) for n, p in reference.state_dict().items())
+    labels = torch.full((8,), 12)
+    assert drift(reference, reference, wins, labels) == 0
+    assert 0 < drift(model, reference, wins, labels) < 2

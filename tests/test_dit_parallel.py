@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardbook as sb
 from shardbook.models.dit import DiT, DiTBlock
-from shardbook.models.preference import goes_right, sliding_blocks
 from shardbook.models.rope3d import rope_3d
 from shardbook.parallel.dit import TensorParallelDiTBlock, attending, ulysses_dit_forward
 from shardbook.parallel.ring import ring_attention
@@ -90,14 +89,6 @@ def test_a_video_model_by_tokens_equals_one_rank():
     for error, shape in sb.run(video_model, world_size=4, timeout=120).values:
         assert error < 1e-5
         assert shape == [1, 1, 4, 4, 4]
-
-
-def test_the_judge_reads_the_direction():
-    videos = sliding_blocks(40, torch.Generator().manual_seed(0))
-    moves = goes_right(videos)
-    assert set(moves.round(decimals=4).tolist()) == {1.0, -1.0}
-    assert torch.equal(goes_right(videos.flip(2)), -moves)  # backwards in time
-    assert len({tuple(v.flatten().tolist()) for v in videos}) <= 12
 
 
 @pytest.fixture
