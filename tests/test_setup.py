@@ -97,9 +97,10 @@ def test_without_a_network_it_says_so_and_can_be_repeated(clone):
 
 def test_every_make_target_installs_first_and_calls_what_exists():
     text = (ROOT / "Makefile").read_text()
+    alone = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}  # as in no `make`
     for target in ("lab", "test", "test-fast", "test-npu", "book", "bench"):
         done = subprocess.run(
-            ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True
+            ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True, env=alone
         )
         first, then = done.stdout.split("\n", 1)
         assert first.startswith("sh tools/install.sh"), target

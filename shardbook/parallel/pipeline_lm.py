@@ -64,11 +64,31 @@ class Paced(nn.Module):
         self.count, self.suffix = 0, "" if chunk is None else f" chunk {chunk}"
 
     def forward(self, x: Tensor) -> Tensor:
-        name, since = f"{self.count}{self.suffix}", time.perf_counter_ns()
+        name, start = f"{self.count}{self.suffix}", _start()
         self.count += 1
         y = _Backward.apply(self.stage(x), self.backward_ms, f"B{name}")
-        trace.pace(self.forward_ms, f"F{name}", since)
+        _pace(self.forward_ms, f"F{name}", *start)
         return y
+
+
+# The paced device of this process: busy until then (ns), its host awake at, CPU time used by then.
+# A device is fed ahead: what its host spends between two kernels, waking up included, does not
+# delay the second, unless the host had to wait for its input.
+_device = (0, 0, 0)
+
+
+def _start() -> tuple[int, int]:
+    """(now, how long before now the device began with the kernel that starts here), in ns."""
+    busy_until, awake, cpu = _device
+    now = time.perf_counter_ns()
+    waited = now - awake - (time.process_time_ns() - cpu)
+    return now, 0 if waited > 1_000_000 else max(0, now - busy_until)
+
+
+def _pace(ms: float, name: str, since: int, late: int) -> None:
+    global _device
+    end = trace.pace(ms, name, since, late)
+    _device = end, time.perf_counter_ns(), time.process_time_ns()
 
 
 class _Backward(torch.autograd.Function):
@@ -81,9 +101,9 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ms, name, since = ctx.ms, ctx.name, time.perf_counter_ns()
+        ms, name, start = ctx.ms, ctx.name, _start()
         engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: trace.pace(ms, name, since))  # runs when backward ends
+        engine.queue_callback(lambda: _pace(ms, name, *start))  # runs when backward ends
         return grad, None, None
 
 
@@ -98,8 +118,8 @@ def paced_timeline(traced: "trace.Trace") -> list[tuple]:
     for e in events:
         words = e["name"].split()  # F0 (paced), or F0 chunk 1 (paced)
         chunk = int(words[2]) if "chunk" in words else 0
-        start = (float(e["ts"]) - zero) / 1000
-        end = start + float(e["dur"]) / 1000
+        end = (float(e["ts"]) + float(e["dur"]) - zero) / 1000
+        start = end - e["args"]["kernel ms"]  # on the device, before its host came to it
         timeline.append((e["pid"], words[0][0], int(words[0][1:]), chunk, start, end))
     return sorted(timeline, key=lambda op: (op[4], op[0]))
 

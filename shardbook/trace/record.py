@@ -186,7 +186,7 @@ class Recorder:
             if torch.compiler.is_compiling() or not self.open:
                 return engine(outputs, *args, **kwargs)
             self.watch(outputs)
-            span = [_now(), 0]
+            span = [_now(), 0, _thread()]
             self.runs.append(span)
             try:
                 return engine(outputs, *args, **kwargs)
@@ -511,11 +511,8 @@ def pace(ms: float, name: str = "kernel", since: int | None = None, late: int = 
     now = time.perf_counter_ns()
     start = now if since is None else since
     end = max(now, start - late + round(ms * 1e6))
-    import os
-    nap = float(os.environ.get("NAP", "1"))
-    while (left := (end - time.perf_counter_ns()) / 1e9) > 0:
-        time.sleep(min(left, nap))
-    args = {"time": f"paced: sleeps {ms:g} ms", "kernel ms": ms}
+    time.sleep((end - now) / 1e9)
+    args = {"time": f"paced: sleeps {ms:g} ms", "kernel ms": (end - start + late) / 1e6}
     offset = _now() - time.perf_counter_ns()  # between the trace's clock and this one
     _note(f"{name} (paced)", start + offset, "paced", args, end + offset)
     return end
