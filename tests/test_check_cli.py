@@ -191,6 +191,7 @@ def test_a_notebook_whose_demos_fail_is_still_examined(tmp_path):
         ("not.ipynb", "hello", "no notebook"),
         ("empty.ipynb", '{"cells": []}', "no code cells"),
         ("missing.py", None, "No such file"),
+        ("README.md", "# text", r"a .py or .ipynb file is expected"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, name, text, says):

@@ -435,6 +435,8 @@ def test_tables_are_text_and_escaped_html():
     page = table._repr_html_()
     assert "<img" not in page and html.escape("<img onerror=x>") in page
     assert "<img onerror=x>" in str(table)
+    assert "<summary" in page and "weight float32[2, 2]<br>bias float32[2]" in page
+    assert "own parameters" in str(table) and "weight float32[2, 2], bias float32[2]" in str(table)
     assert table.rows[1]["flops"] == 2 * 2 * 2 and table.rows[0]["flops"] == 8
     assert str(t.comm()).startswith("rank")
 

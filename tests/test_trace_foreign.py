@@ -86,8 +86,24 @@ def test_what_is_no_trace_is_said_so(tmp_path):
     (tmp_path / "cut.json").write_text('[{"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 0},')
     assert names(sb.show(tmp_path / "cut.json")) == ["a"]
     assert names(sb.show([])) == []
-    with pytest.raises(FileNotFoundError):
-        sb.show(tmp_path / "none.json")
+    whole = gzip.compress(json.dumps(GOOD).encode())
+    (tmp_path / "torn.json.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.json").touch()
+    (tmp_path / "rows.json").write_text('{"rows": [1, 2]}')
+    (tmp_path / "numbers.json").write_text("[1, 2]")
+    (tmp_path / "word.json").write_text('"traceEvents"')
+    for error, file, says in [
+        (FileNotFoundError, "none.json", "there is no such file"),
+        (IsADirectoryError, "", "it is a folder"),
+        (ValueError, "torn.json.gz", "no whole gzip file"),
+        (ValueError, "empty.json", "is empty"),
+        (ValueError, "rows.json", "no Chrome trace.*traceEvents"),
+        (ValueError, "numbers.json", "no Chrome trace.*'ph'"),
+        (ValueError, "word.json", "no Chrome trace"),
+    ]:
+        with pytest.raises(error, match=says) as caught:
+            sb.show(tmp_path / file)
+        assert str(tmp_path / file) in str(caught.value) and "\n" not in str(caught.value)
 
 
 GOOD = {

@@ -42,6 +42,8 @@ class Answers:
 def read(path: str | Path) -> Answers:
     """The answers of a .py or .ipynb file, without running anything."""
     path = Path(path)
+    if path.suffix not in (".py", ".ipynb") and path.is_file():
+        raise Unusable(f"{path} holds no answers: a .py or .ipynb file is expected")
     try:
         raw = path.read_bytes()
     except OSError as error:

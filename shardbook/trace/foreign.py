@@ -4,6 +4,7 @@ import bisect
 import gzip
 import json
 import os
+import zlib
 from collections import defaultdict
 
 from .events import names_of, place, us
@@ -18,20 +19,36 @@ def show(trace: str | os.PathLike | dict | list | Trace, title: str = "") -> Tra
     """
     if isinstance(trace, Trace):
         return trace
+    name = "this"
     if isinstance(trace, (str, os.PathLike)):
         title = title or os.path.basename(trace)
-        trace = read(trace)
+        name, trace = str(trace), read(trace)
     result = Trace(title=title)
-    result.foreign = normalise(trace)
+    result.foreign = normalise(trace, name)
     return result
 
 
 def read(path: str | os.PathLike) -> dict | list:
     """The json of a trace file, gzipped or not; an array may lack its closing bracket."""
-    with open(path, "rb") as file:
-        data = file.read()
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        why = "it is a folder" if os.path.isdir(path) else error.strerror or str(error)
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else why
+        raise type(error)(
+            f"{path} can't be shown: {why}; expected a Chrome trace, as t.save(path) writes it "
+            f"(looked in {os.getcwd()})"
+        ) from None
     if data[:2] == b"\x1f\x8b":
-        data = gzip.decompress(data)
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(
+                f"{path} is no whole gzip file ({error}): was it copied before it was finished?"
+            ) from None
+    if not data.strip():
+        raise ValueError(f"{path} is empty: expected a Chrome trace, as t.save(path) writes it")
     text = data.decode("utf-8", errors="replace").strip()
     try:
         return json.loads(text)
@@ -43,15 +60,20 @@ def read(path: str | os.PathLike) -> dict | list:
                 pass
         raise ValueError(
             f"{path} is no Chrome trace: not json ({error.msg} at {error.pos})"
-        ) from error
+        ) from None
 
 
-def listed(trace: dict | list) -> list[dict]:
+def listed(trace: dict | list, name: str = "this") -> list[dict]:
     """The events of a trace, which is a list or a dict with traceEvents."""
     found = trace.get("traceEvents") if isinstance(trace, dict) else trace
-    if not isinstance(found, list):
-        raise ValueError("this is no Chrome trace: expected a list or a dict with 'traceEvents'")
-    return [e for e in found if isinstance(e, dict) and "ph" in e]
+    whole = isinstance(found, list)
+    events = [e for e in found if isinstance(e, dict) and "ph" in e] if whole else []
+    if not whole or (found and not events):
+        raise ValueError(
+            f"{name} is no Chrome trace: it holds no list of events; expected a list, or a dict "
+            "with 'traceEvents', of dicts with 'ph'"
+        )
+    return events
 
 
 def nanoseconds(value: float | str | None) -> int:
@@ -96,9 +118,9 @@ def _end(event: dict) -> int:
     return nanoseconds(start + length)
 
 
-def normalise(trace: dict | list) -> dict:
+def normalise(trace: dict | list, name: str = "this") -> dict:
     """The same trace as Perfetto reads it without loss: see `show`."""
-    slices, others = complete(listed(trace))
+    slices, others = complete(listed(trace, name))
     timed = [e for e in slices + others if e["ph"] != "M"]
     zero = min((e["ts"] for e in timed), default=0)
     named = names(others)

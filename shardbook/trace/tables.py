@@ -2,16 +2,27 @@
 
 import html
 import math
+import re
 from collections.abc import Callable
 
 from .timeline import RankTrace, parameter, text
 
 
 class Table:
-    """Rows (a list of dicts, `.rows`) that print well, as text and in a notebook."""
+    """Rows (a list of dicts, `.rows`) that print well, as text and in a notebook.
 
-    def __init__(self, rows: list[dict], columns: dict[str, Callable], note: str = ""):
-        self.rows, self.columns, self.note = rows, columns, note
+    folded: (column, name, function of a row to a list of texts) for what a cell of that column
+    shows in a notebook once it is clicked; as text it is a last column of its own.
+    """
+
+    def __init__(
+        self,
+        rows: list[dict],
+        columns: dict[str, Callable],
+        note: str = "",
+        folded: tuple[str, str, Callable[[dict], list[str]]] | None = None,
+    ):
+        self.rows, self.columns, self.note, self.folded = rows, columns, note, folded
 
     def __iter__(self):
         return iter(self.rows)
@@ -34,9 +45,14 @@ class Table:
         ] or [False] * len(self.columns)
 
     def __str__(self) -> str:
-        cells = self._cells()
-        right, cells = self._right(cells), [list(self.columns), *cells]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
+        cells, names = self._cells(), list(self.columns)
+        right = self._right(cells)
+        if self.folded is not None:
+            _, name, texts = self.folded
+            cells = [[*c, ", ".join(texts(r))] for c, r in zip(cells, self.rows, strict=True)]
+            names, right = [*names, name], [*right, False]
+        cells = [names, *cells]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
 
         def line(row: list[str]) -> str:
             columns = zip(row, widths, right, strict=True)
@@ -50,22 +66,48 @@ class Table:
 
     def _repr_html_(self) -> str:
         cells = self._cells()
-        sides = ["right" if flag else "left" for flag in self._right(cells)]
-
-        def row(texts: list[str], tag: str) -> str:
-            styled = zip(texts, sides, strict=True)
-            inner = "".join(
-                f'<{tag} style="text-align:{side};white-space:pre">{html.escape(text)}</{tag}>'
-                for text, side in styled
+        right, first = self._right(cells), next(iter(self.columns))
+        styles = {}
+        for name, number in zip(self.columns, right, strict=True):
+            wraps = not number and name != first
+            styles[name] = (
+                f"text-align:{'right' if number else 'left'};vertical-align:top;padding:2px 6px;"
+                f"white-space:{'normal' if wraps else 'pre'}"
             )
-            return f"<tr>{inner}</tr>"
 
-        head, body = row(list(self.columns), "th"), "".join(row(c, "td") for c in cells)
-        note = f"<div>{html.escape(self.note)}</div>" if self.note else ""
+        def row(tag: str, shown: dict[str, str]) -> str:
+            inner = (f'<{tag} style="{styles[n]}">{cell}</{tag}>' for n, cell in shown.items())
+            return f"<tr>{''.join(inner)}</tr>"
+
+        head, body = row("th", {name: html.escape(name) for name in self.columns}), ""
+        for given, texts in zip(self.rows, cells, strict=True):
+            shown = dict(zip(self.columns, map(_breakable, texts), strict=True))
+            shown[first] = html.escape(texts[0])
+            if self.folded is not None and (more := self.folded[2](given)):
+                shown[self.folded[0]] = _fold(shown[self.folded[0]], more)
+            body += row("td", shown)
+        note = self.note
+        if self.folded is not None:
+            note = f"Click on {self.folded[0]} to see a module's own. {note}"
         return (
             '<div style="overflow:auto;max-height:480px"><table>'
-            f"<thead>{head}</thead><tbody>{body}</tbody></table></div>{note}"
+            f"<thead>{head}</thead><tbody>{body}</tbody></table></div>"
+            + (f"<div>{html.escape(note)}</div>" if note else "")
         )
+
+
+def _fold(shown: str, more: list[str]) -> str:
+    lines = "<br>".join(html.escape(line) for line in more)
+    return (
+        f'<details><summary style="cursor:pointer">{shown}</summary>'
+        f'<div style="text-align:left;white-space:nowrap">{lines}</div></details>'
+    )
+
+
+def _breakable(text: str) -> str:
+    """Html that breaks between tensors and between the words of a name, not inside a shape."""
+    whole = re.sub(r"\[[^\]]*\]", lambda shape: shape[0].replace(" ", "\u00a0"), text)
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<==)|(?<=\w_)(?=\w)", "<wbr>", html.escape(whole))
 
 
 def module_table(ranks: list[RankTrace]) -> Table:
@@ -78,7 +120,6 @@ def module_table(ranks: list[RankTrace]) -> Table:
         "calls": lambda r: r["calls"],
         "inputs": lambda r: r["inputs"],
         "outputs": lambda r: r["outputs"],
-        "own parameters": lambda r: ", ".join(f"{n} {t}" for n, t in r["own"].items()),
         "parameters": lambda r: f"{r['parameters']:,}",
         "first ms": lambda r: "" if r["ms"] is None else f"{r['ms']:.3f}",
         "FLOPs": lambda r: "" if r["flops"] is None else f"{r['flops']:,}",
@@ -97,7 +138,8 @@ def module_table(ranks: list[RankTrace]) -> Table:
         else "FLOPs of linear and convolution layers in the first call, forward; "
         "sb.trace(model, flops=True) counts every matrix product."
     )
-    return Table(rows, columns, note)
+    own = ("parameters", "own parameters", lambda r: [f"{n} {t}" for n, t in r["own"].items()])
+    return Table(rows, columns, note, own)
 
 
 def _module_rows(rank: RankTrace) -> list[dict]:

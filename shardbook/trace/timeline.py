@@ -39,7 +39,7 @@ class RankTrace:
     modules: list[dict] = dataclasses.field(default_factory=list)
     records: list[list] = dataclasses.field(default_factory=list)
     fires: list[tuple] = dataclasses.field(default_factory=list)
-    runs: list[list[int]] = dataclasses.field(default_factory=list)  # of backward: [start, end]
+    runs: list[tuple] = dataclasses.field(default_factory=list)  # backward: start, end, thread
     calls: list[Call] = dataclasses.field(default_factory=list)
     marks: list[tuple] = dataclasses.field(default_factory=list)
     memory: list[tuple[int, int]] = dataclasses.field(default_factory=list)
@@ -136,7 +136,8 @@ class RankTrace:
             tasks.setdefault(fire[2], []).append(fire)
         for fires in tasks.values():
             begin = fires[0][0]
-            begin, end = max(r for r in self.runs if r[0] <= begin and (r[1] or self.end) >= begin)
+            runs = [r for r in self.runs if r[0] <= begin and (r[1] or self.end) >= begin]
+            begin, end, _ = max([r for r in runs if r[2] == fires[0][1][0]] or runs)
             end = max(end or self.end, fires[-1][0] + 1)
             track = self.track(fires[0][3])
             open_: list[tuple[int, int, Any]] = []  # (visit, start, device ms)

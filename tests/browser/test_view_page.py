@@ -1,10 +1,13 @@
 """The inline view alone in a page, from a file: mounting time, odd traces, what Perfetto gets."""
 
 import pytest
+import torch
 
+import shardbook as sb
 from shardbook.trace import view
 from shardbook.trace.validate import validate
 
+from ..test_trace_models import dit, gradients, mixtral
 from ..test_view import X, many
 
 MOUNT = """async html => {
@@ -65,6 +68,8 @@ def test_set_times_wear_a_label(page):
     assert frame.query_selector(".label") is None
 
 
+FONT = "* { font-family: Helvetica, Arial, sans-serif; font-size: 12px }"  # as JupyterLab's tables
+
 ODD = {
     "overlapping": [X(0, 10, "a"), X(5, 10, "b"), X(12, 10, "c"), X(13, 1, "d")],
     "async": [
@@ -97,6 +102,23 @@ def test_what_perfetto_is_handed_obeys_its_rules(page, name):
     drawn = frame.evaluate("trace.slices.length")
     assert sum(e["ph"] == "X" for e in events) == drawn
     assert page.errors == []
+
+
+def test_a_table_of_modules_fits_a_cell_and_unfolds(page):
+    torch.manual_seed(0)
+    for make in (mixtral, dit):
+        model, inputs = make()
+        with sb.trace(model) as t:
+            gradients(model, inputs)
+        body = t.table()._repr_html_()
+        page.evaluate("b => { document.body.innerHTML = b }", f"<style>{FONT}</style>{body}")
+        wide, there = page.evaluate(
+            "(e => [e.scrollWidth, e.clientWidth])(document.querySelector('div'))"
+        )
+        assert wide <= there <= 1000
+        assert not page.is_visible("details div")
+        page.click("details summary")
+        assert page.inner_text("details div").startswith("weight float32[")
 
 
 def test_ranks_fold_and_the_whole_comes_back(page):
