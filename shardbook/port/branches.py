@@ -6,7 +6,7 @@ A branch that an NPU never comes to is read quietly: what it holds is another de
 import ast
 
 from . import conditions
-from .values import UNKNOWN, Value, Values, is_cuda_text, join, names_npu, nothing_known
+from .values import UNKNOWN, Value, Values, dotted, is_cuda_text, join, names_npu, nothing_known
 
 
 def if_statement(reader, s: ast.If) -> str | None:
@@ -123,6 +123,15 @@ def names_cuda(node: ast.AST) -> bool:
         if isinstance(text, str) and (is_cuda_text(text) or text == "nccl"):
             return True
     return False
+
+
+def insists_on_cuda(test: ast.expr) -> bool:
+    """Whether a test is true for CUDA alone: `x.is_cuda`, `is_cuda()`, `device == "cuda"`."""
+    if isinstance(test, ast.Compare):
+        return isinstance(test.ops[0], ast.Eq) and names_cuda(test) and not names_npu(test)
+    inner = test.func if isinstance(test, ast.Call) and not test.args else test
+    name = dotted(inner) or ""
+    return name.endswith("cuda.is_available") or name.rsplit(".", 1)[-1] in ("is_cuda", "has_cuda")
 
 
 def asks_npu(test: ast.expr) -> tuple[int, bool]:

@@ -58,11 +58,14 @@ def call(reader, node: ast.Call) -> Values:
         variable(reader, node, name)
 
     out: Values = []
+    either = len({p.partition(".")[0] for p in paths}) > 1  # AdamW8bit or AdamW: not this library's
+    reader.guarded += either
     for t in targets:
         if t.kind == "mod":
             out += library.called(reader, node, t.data, args, keywords)
         elif t.kind == "local":
             out += local_call(reader, node, t.data, args, keywords)
+    reader.guarded -= either
     if isinstance(func, ast.Attribute):
         if not any(v.kind == "mod" for v in base):
             out += method(reader, node, func, base, args, keywords)

@@ -102,7 +102,9 @@ def used(reader, node: ast.expr, path: str, called: bool = False) -> None:
     elif path.endswith(("SDPBackend.FLASH_ATTENTION", "SDPBackend.CUDNN_ATTENTION",
                         "SDPBackend.EFFICIENT_ATTENTION")):  # fmt: skip
         reader.report(node, "sdpa-backend")
-    elif path.startswith("torch.distributed.") and path.endswith((".NCCL", "ProcessGroupNCCL")):
+    elif path.endswith(".ProcessGroupNCCL") or (
+        path.startswith("torch.distributed.") and path.endswith(".NCCL")
+    ):
         reader.report(node, "nccl")
     elif path.startswith("torch.distributed.") and path.endswith((".BAND", ".BOR", ".BXOR",
                          ".PREMUL_SUM")):  # fmt: skip

@@ -77,7 +77,14 @@ def _built(start: Value, more: Values, node: ast.AST) -> Value:
 
 
 def _either(reader, node: ast.BoolOp) -> Values:
-    return join(*[reader.eval(v) for v in node.values])
+    found, behind = [], 0
+    for part in node.values:
+        reader.quiet += behind
+        found.append(reader.eval(part))
+        reader.quiet -= behind
+        if isinstance(node.op, ast.And) and branches.insists_on_cuda(part):
+            behind = 1  # in `x.is_cuda and f(x)`, an NPU never comes to f
+    return join(*found)
 
 
 def _comparison(reader, node: ast.Compare) -> Values:

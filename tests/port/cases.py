@@ -45,6 +45,7 @@ FLAGGED: dict[str, list[str]] = {
         "def f():\n    if torch.cuda.is_available():  # !\n        return 1\n    if torch.xpu.is_available():\n        return 2",
     ],
     "cuda-branch": [
+        "def f(x):\n    return x.is_cuda and (  # !\n        torch.cuda.current_device()\n    )",
         "def f(x):\n    if x.type() == 'torch.cuda.HalfTensor':  # !\n        pass",
         "def f(device):\n    if device.type == 'cuda':  # !\n        pass",
         "def f(device):\n    if 'cuda' in str(device):  # !\n        pass",
@@ -76,6 +77,8 @@ FLAGGED: dict[str, list[str]] = {
         "def f(x):\n    return x.type(torch.cuda.LongTensor)  # !",
     ],
     "cuda-call": [
+        "def f(x):\n    return not x.is_cuda and torch.cuda.current_device()  # !",
+        "def f(x):\n    return x.is_cuda or (\n        torch.cuda.current_device()  # !\n    )",
         "torch.cuda.synchronize()  # !",
         "torch.cuda.set_device(0)  # !",
         "from torch import cuda as c\nc.get_device_name(0)  # !",
@@ -152,6 +155,7 @@ FLAGGED: dict[str, list[str]] = {
         "torch.backends.cudnn.benchmark = True  # !",
     ],
     "nccl": [
+        "import torchft\ngroup = torchft.ProcessGroupNCCL()  # !",
         "import torch.distributed as dist\ndist.init_process_group('nccl')  # !",
         "import torch.distributed as dist\ndist.init_process_group(backend='nccl', world_size=2)  # !",
         "import torch.distributed as dist\nname = 'nccl'  # !\ndist.init_process_group(name)",
@@ -171,6 +175,8 @@ FLAGGED: dict[str, list[str]] = {
         "import multiprocessing\nc = multiprocessing.get_context('fork')  # !",
     ],
     "cuda-library": [
+        "import bitsandbytes as bnb  # !\ndef f(small, params):\n    cls = bnb.optim.AdamW8bit if small else torch.optim.AdamW\n    return cls(params)",
+        "import bitsandbytes as bnb  # !\ndef f(params):\n    return bnb.optim.AdamW8bit(params)  # !",
         "def f(pipe):\n    pipe.enable_xformers_memory_efficient_attention()  # !",
         "from flash_attn import flash_attn_func  # !",
         "import xformers.ops as xops  # !",
@@ -313,6 +319,7 @@ CLEAN: dict[str, list[str]] = {
     ],
     "tf32": ["torch.backends.mkldnn.enabled = True"],
     "nccl": [
+        "import torchft\ngroup = torchft.ProcessGroupGloo()",
         "import torch.distributed as dist\nname = 'nccl'\nname = 'gloo'\ndist.init_process_group(name)",
         "import torch.distributed as dist\ndist.init_process_group()",
         "print('uses nccl')",
