@@ -57,10 +57,19 @@ fi
 echo "$PWD" > .venv/shardbook-home
 
 say "installing into .venv: minutes the first time, most of them for torch"
-if ! .venv/bin/python -m pip install --disable-pip-version-check --quiet -e ".$extras"; then
+quiet=--quiet
+if [ -t 1 ]; then quiet=""; fi # a person sees pip at work, a log only what went wrong
+# shellcheck disable=SC2086  # nothing, or one option
+if ! .venv/bin/python -m pip install --disable-pip-version-check $quiet -e ".$extras"; then
   say "pip could not install the packages; its own message is above. Without a network, it needs"
   say "wheels on disk (pip's find-links); behind a proxy, set https_proxy. Then run make again: what"
   say "was downloaded is kept."
   exit 1
 fi
+# JupyterLab's question about news would lie over the first page.
+settings=.venv/share/jupyter/lab/settings
+mkdir -p "$settings"
+[ -e "$settings/overrides.json" ] ||
+  echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}' \
+    > "$settings/overrides.json"
 echo "$wanted" > ".venv/shardbook-$kind"

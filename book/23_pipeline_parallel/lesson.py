@@ -91,7 +91,9 @@ for kind in ("tensor", "pipeline"):
 #
 # From here on we want *time* of four devices, and this machine may have two cores. `Paced` wraps a
 # real stage: it computes, then sleeps until its kernel took the time we give it. The ranks, the
-# messages and the waiting are real; the kernels' time is **paced**, and says so in each trace.
+# messages and the waiting are real; the kernels' time is **paced**, and says so in each trace. Like
+# a device that is fed ahead, it goes from one kernel to the next without a pause for its host's
+# Python; only an input that has not come yet makes it wait.
 
 
 # %%
