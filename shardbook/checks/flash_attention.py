@@ -71,6 +71,7 @@ class _Reads(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.numel, self.name = 0, ""
+        self.visits: list[tuple[int, int]] = []  # (storage, offset) of each block come to
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -78,6 +79,13 @@ class _Reads(TorchDispatchMode):
             for t in tree_leaves(args):
                 if isinstance(t, Tensor) and t.numel() > self.numel:
                     self.numel, self.name = t.numel(), name
+        if not any(r.alias_info for r in func._schema.returns):  # a view reads nothing
+            for t in tree_leaves(args):
+                if isinstance(t, Tensor):
+                    at = t.untyped_storage().data_ptr(), t.storage_offset()
+                    last = next((v for v in reversed(self.visits) if v[0] == at[0]), None)
+                    if at != last:
+                        self.visits.append(at)
         return func(*args, **(kwargs or {}))
 
 
@@ -127,12 +135,19 @@ def online_softmax_dot(answer, report):
         "goes through scores and values block by block",
         hint="a step sees one block: update the maximum, the sum and the output so far with it",
     ):
-        scores, values = random(96, seed=7), random(96, 3, seed=8)
+        scores, values = random(96, seed=7).to(where), random(96, 3, seed=8).to(where)
         with _Reads() as reads:
-            answer(scores.to(where), values.to(where), 8)
+            answer(scores, values, 8)
         expect(
             reads.numel <= 8 * 3,
             f"{reads.name} reads {reads.numel} elements at once, a block of 8 has {8 * 3} values",
+        )
+        storage = scores.untyped_storage().data_ptr()
+        offsets = [offset for at, offset in reads.visits if at == storage]
+        expect(
+            len(offsets) == len(set(offsets)),
+            "it comes back to scores it has already passed, expected one pass: update what a "
+            "block brings while it is there",
         )
     with report.property(
         "scores of 1000 and of -1000 neither overflow nor vanish",

@@ -83,6 +83,20 @@ def the_maximum_first(scores, values, block):
     return out / total, top + total.log()
 
 
+@wrong("online_softmax_dot", says="comes back")
+def the_maximum_first_block_by_block(scores, values, block):
+    top = torch.tensor(-torch.inf, device=scores.device)
+    for s in scores.split(block):
+        top = torch.maximum(top, s.max())
+    if top == -torch.inf:
+        return torch.zeros_like(values[0]), top
+    total, out = 0, 0
+    for s, v in zip(scores.split(block), values.split(block), strict=True):
+        p = torch.exp(s - top)
+        total, out = total + p.sum(), out + p @ v
+    return out / total, top + total.log()
+
+
 # flash_attention_forward
 
 
