@@ -17,8 +17,8 @@ from .values import (
     is_tensor_type_text,
 )
 
-PUBLIC_OPS = {"aten", "prims", "prim", "c10d", "_c10d_functional", "quantized", "torchvision",
-              "torchaudio", "npu", "profiler", "inductor", "load_library", "loaded_libraries",
+PUBLIC_OPS = {"aten", "prims", "prim", "c10d", "c10d_functional", "_c10d_functional",
+              "quantized", "torchvision", "torchaudio", "npu", "profiler", "inductor", "load_library", "loaded_libraries",
               "higher_order", "symm_mem", "fsdp", "streams", "_c10d_functional_autograd",
               "import_module", "debugprims", "rngprims"}  # fmt: skip
 

@@ -105,6 +105,8 @@ def bind(reader, target: ast.expr, values: Values, source: ast.expr | None = Non
     if isinstance(target, ast.Name):
         reader.assign_name(target.id, values)
         detect.named(reader, target.id, values, local=True)
+        if reader.classes and reader.scopes[-1] is reader.attributes[reader.classes[-1]]:
+            detect.variable(reader, target, target.id)  # a class of settings for the environment
     elif isinstance(target, ast.Attribute):
         base = reader.eval(target.value)
         for v in base:

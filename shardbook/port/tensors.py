@@ -9,7 +9,7 @@ COMPLEX = {"torch.complex64", "torch.complex128", "torch.cfloat", "torch.cdouble
 CREATORS = {"zeros", "ones", "arange", "linspace", "logspace", "tensor", "full", "empty", "rand",
             "randn", "eye", "as_tensor", "scalar_tensor", "randint", "randperm"}  # fmt: skip
 LIKE = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"}
-MAKES_COMPLEX = {"torch.polar", "torch.view_as_complex", "torch.complex"}
+MAKES_COMPLEX = {"torch.polar", "torch.view_as_complex", "torch.complex", "torch.istft"}
 FLOATS = {"float": "?", "half": "?", "bfloat16": "?", "double": "f64", "int": "?", "long": "?"}
 NO_TENSOR = {"item", "tolist", "numpy", "size", "dim", "numel", "shape", "stride", "keys", "items"}
 
@@ -59,7 +59,8 @@ def numpy_call(node, path: str, args: list[Values], keywords: dict) -> Values:
 def creates(reader, node, path: str, args: list[Values], keywords: dict) -> Values:
     """A torch function: what tensor it makes."""
     name = path.rsplit(".", 1)[-1]
-    if path in MAKES_COMPLEX or path.startswith("torch.fft."):
+    spectrum = name == "stft" and getattr(keyword(node, "return_complex"), "value", None) is True
+    if path in MAKES_COMPLEX or path.startswith("torch.fft.") or spectrum:
         if not path.endswith(("freq", "shift")):
             reader.report(node, "complex")
         return [Value("tensor", ("complex", "?"), node)]
@@ -154,6 +155,12 @@ def tensor_method(
         if name not in NO_TENSOR:
             out.append(Value("tensor", (kind, place), node))
     return out
+
+
+def keyword(node: ast.AST, name: str) -> ast.expr | None:
+    """What is written for a keyword of a call."""
+    given = node.keywords if isinstance(node, ast.Call) else []
+    return next((k.value for k in given if k.arg == name), None)
 
 
 def moves(args: list[Values], keywords: dict) -> bool:

@@ -142,6 +142,8 @@ FLAGGED: dict[str, list[str]] = {
         "        self.register_buffer('t', t)  # !",
     ],
     "complex": [
+        "def f(x):\n    return torch.stft(x, 512, return_complex=True)  # !",
+        "def f(x):\n    return torch.istft(x, 512)  # !",
         "def f(x, a):\n    return torch.polar(x, a)  # !",
         "def f(x):\n    return torch.view_as_complex(x.reshape(2, 3, 2))  # !",
         "def f(x):\n    return torch.fft.fftn(x)  # !",
@@ -209,6 +211,7 @@ FLAGGED: dict[str, list[str]] = {
         "with torch.backends.cuda.sdp_kernel(enable_flash=True):  # !\n    pass",
     ],
     "cuda-env": [
+        "class Env:\n    NCCL_DEBUG: str = 'INFO'  # !",
         "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'  # !",
         "import os\nos.environ.setdefault('NCCL_DEBUG', 'INFO')  # !",
         "import os\nos.system('CUDA_VISIBLE_DEVICES=0 python train.py')  # !",
@@ -311,7 +314,11 @@ CLEAN: dict[str, list[str]] = {
         "def f(x):\n    t = torch.arange(5, dtype=torch.float64)\n    return t.to(x.device, torch.float32)",
         "t = torch.arange(5, dtype=torch.float64).sum().item()",
     ],
-    "complex": ["def f(x):\n    return torch.complex64 == x.dtype", "z = complex(1, 2)"],
+    "complex": [
+        "def f(x):\n    return torch.stft(x, 512, return_complex=False)",
+        "def f(x):\n    return torch.complex64 == x.dtype",
+        "z = complex(1, 2)",
+    ],
     "float8": ["NAMES = {'e4m3': 1}", "def f(x):\n    return x.to(torch.float16)"],
     "bf16-conv3d": [
         "c = torch.nn.Conv3d(3, 4, 3)",
@@ -340,6 +347,7 @@ CLEAN: dict[str, list[str]] = {
     ],
     "optional-cuda-library": ["try:\n    import json5\nexcept ImportError:\n    json5 = None"],
     "custom-op": [
+        "keep = {torch.ops.c10d_functional.all_reduce.default}",
         "def f(x):\n    return torch.ops.aten.add(x, x)",
         "def f(x):\n    return torch.ops.npu.npu_rms_norm(x)",
     ],
@@ -358,6 +366,8 @@ CLEAN: dict[str, list[str]] = {
         "from torch.nn.attention import SDPBackend, sdpa_kernel\nwith sdpa_kernel(SDPBackend.MATH):\n    pass",
     ],
     "cuda-env": [
+        "class Env:\n    HCCL_CONNECT_TIMEOUT: str = '600'",
+        "CUDA_HOME = None",
         "import os\nos.environ['OMP_NUM_THREADS'] = '1'",
         "s = 'set CUDA_VISIBLE_DEVICES first'",
     ],
