@@ -630,8 +630,8 @@ plt.show()
 # %% [markdown]
 # The hasty model has all of what we prefer, and has forgotten the rest: ask it for another direction,
 # and too often the video moves to the right. By the preferred share alone it would have won. That is
-# what the drift, and a test of what the model could do before, are for. Beta holds the model at its reference only where the
-# pairs look; a small learning rate and few steps hold it everywhere else.
+# what the drift is for, and a test of what the model could do before. The pairs hold it at its
+# reference only where they look; a small learning rate and few steps hold it everywhere else.
 #
 # ## On a real cluster
 #
