@@ -18,9 +18,9 @@ from .values import (
 )
 
 PUBLIC_OPS = {"aten", "prims", "prim", "c10d", "c10d_functional", "_c10d_functional",
-              "quantized", "torchvision", "torchaudio", "npu", "profiler", "inductor", "load_library", "loaded_libraries",
-              "higher_order", "symm_mem", "fsdp", "streams", "_c10d_functional_autograd",
-              "import_module", "debugprims", "rngprims"}  # fmt: skip
+              "_c10d_functional_autograd", "quantized", "torchvision", "torchaudio", "npu",
+              "profiler", "inductor", "load_library", "loaded_libraries", "higher_order",
+              "symm_mem", "fsdp", "streams", "import_module", "debugprims", "rngprims"}  # fmt: skip
 
 
 def imported(reader, node: ast.stmt, module: str, name: str | None) -> None:

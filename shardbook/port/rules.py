@@ -159,6 +159,7 @@ TENSOR_TYPES = {f"{kind}Tensor" for kind in
                 ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long",
                  "Bool")}  # fmt: skip
 
+# Not here: deepspeed.ops (op_builder/npu) and liger_kernel (its _ascend backend) run on an NPU.
 CUDA_LIBRARIES = {
     "flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "xformers", "apex", "amp_C",
     "bitsandbytes", "transformer_engine", "pynvml", "pycuda", "cupy", "tensorrt", "torch_tensorrt",
@@ -167,7 +168,7 @@ CUDA_LIBRARIES = {
     "fused_layer_norm_cuda", "selective_scan_cuda", "grouped_gemm", "gptqmodel", "auto_gptq",
     "exllamav2", "natten", "torch2trt", "nvdiffrast", "tinycudann", "pytorch3d", "spconv",
     "MinkowskiEngine", "py3nvml", "GPUtil", "gpustat", "nvitop", "dali", "nvidia_smi",
-    "deepspeed.ops", "colossalai.kernel", "flash_attention", "liger_kernel", "quack",
+    "colossalai.kernel", "flash_attention", "quack",
 }  # fmt: skip
 
 ENVIRONMENT = {  # variable -> its twin on Ascend

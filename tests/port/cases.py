@@ -340,6 +340,8 @@ CLEAN: dict[str, list[str]] = {
     ],
     "fork": ["import torch.multiprocessing as mp\nmp.set_start_method('spawn')", "fork = 'fork'"],
     "cuda-library": [
+        "from deepspeed.ops.adam import FusedAdam",
+        "from liger_kernel.ops.rope import LigerRopeFunction",
         "def f(pipe):\n    pipe.enable_attention_slicing()",
         "import numpy",
         "flash_attn = None",
