@@ -79,10 +79,10 @@ def _torch_name(module: cst.Module) -> str | None:
 
 
 def fixed(source: str) -> tuple[str, int]:
-    """The source with the safe rewrites made, and how many; unreadable source is left alone.
+    """The source with the safe rewrites made, and how many.
 
-    ValueError, as a sentence, for a source that is too large to rewrite, or that libcst would not
-    give back as it was.
+    ValueError, as a sentence, for a source that can't be read, that is too large to rewrite, or that
+    libcst would not give back as it was.
     """
     if "cuda" not in source or not any(path.rsplit(".", 1)[1] in source for path in NAMES):
         return source, 0
@@ -90,8 +90,10 @@ def fixed(source: str) -> tuple[str, int]:
         raise ValueError(f"it has more than {LARGEST:,} characters: rewrite it by hand")
     try:
         module = cst.parse_module(source)
-    except (cst.ParserSyntaxError, RecursionError):
-        return source, 0
+    except cst.ParserSyntaxError as error:
+        raise ValueError(f"no Python 3 at line {error.raw_line}: fix its syntax") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply: rewrite it by hand") from None
     if module.code != source:
         raise ValueError("it would not be given back as it is: rewrite it by hand")
     name = _torch_name(module)

@@ -132,9 +132,10 @@ def test_fix_changes_nothing_else(tmp_path, capsys, before):
     [
         (b"# \xe9\nimport torch\n" + SYNC + b"\n", "not UTF-8"),
         (b"import torch\r" + SYNC + b"\r", "not be given back as it is"),
+        (b"import torch\n" + SYNC + b"\nprint 'done'\n", "no Python 3 at line 3"),
         (b"import torch\n" + SYNC + b"\nx = '" + b"a" * 2_000_000 + b"'\n", "2,000,000 characters"),
     ],
-    ids=["latin-1", "carriage returns", "huge"],
+    ids=["latin-1", "carriage returns", "python 2", "huge"],
 )
 def test_fix_says_what_it_leaves_alone(tmp_path, capsys, data, why):
     path = tmp_path / "a.py"
