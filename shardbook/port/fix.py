@@ -81,7 +81,7 @@ def _torch_name(module: cst.Module) -> str | None:
 def fixed(source: str) -> tuple[str, int]:
     """The source with the safe rewrites made, and how many.
 
-    ValueError, as a sentence, for a source that can't be read, that is too large to rewrite, or that
+    ValueError, as a sentence, for a source that is no Python 3, that is too large, or that
     libcst would not give back as it was.
     """
     if "cuda" not in source or not any(path.rsplit(".", 1)[1] in source for path in NAMES):
