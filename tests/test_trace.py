@@ -493,3 +493,14 @@ def test_place_never_overlaps():
             for j, (c, d) in enumerate(spans[:i]):
                 if lanes[i] == lanes[j] and a < d and c < b:
                     assert nest and ((a <= c and d <= b) or (c <= a and b <= d))
+
+
+def test_a_compiled_model_compiles_whole_and_its_inside_is_left_out():
+    model = mlp(2, 3, 2)
+    x = torch.randn(4, 2)
+    with sb.trace(model) as t:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        compiled(x).sum().backward()
+        model(x)
+    assert len(drawn(t, "forward")["0"]) == 1 and len(drawn(t, "backward")["backward"]) == 1
+    torch.compiler.reset()

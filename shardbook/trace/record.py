@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import os
 import threading
 import time
@@ -59,10 +60,16 @@ def _activate(recorder: "Recorder", on: bool) -> None:
         torch.autograd.graph._engine_run_backward = engine
 
 
+PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
+
+
 def describe(value: Any) -> Any:
     """(shape, dtype) of every tensor, nesting kept, None for what is no tensor."""
-    if type(value) is Tensor:
+    kind = type(value)
+    if kind is Tensor:
         return (shape(value), value.dtype)
+    if kind in PLAIN:
+        return None
     if isinstance(value, Tensor):
         placements = getattr(value, "placements", None)  # a DTensor
         if placements is None:
@@ -72,8 +79,8 @@ def describe(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [d for v in value[:MOST] if (d := describe(v)) is not None] or None
     if isinstance(value, dict):
-        named = {str(k): describe(v) for k, v in list(value.items())[:MOST]}
-        return {k: d for k, d in named.items() if d is not None} or None
+        named = itertools.islice(value.items(), MOST)
+        return {str(k): d for k, v in named if (d := describe(v)) is not None} or None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return describe(vars(value)) if hasattr(value, "__dict__") else None
     return None
@@ -134,7 +141,7 @@ class Recorder:
         counts: hence one function and local names.
         """
         index, records, events = self.index.get, self.records.append, self.events
-        compiling = torch.compiler.is_compiling
+        compiler, dynamo = torch.compiler, torch.compiler.is_dynamo_compiling
         known: dict[tuple, list[tuple]] = {}  # each once: less memory touched, less work for gc
 
         def one(x: Tensor) -> list[tuple]:
@@ -146,7 +153,9 @@ class Recorder:
 
         def traced(module, *args, **kwargs):
             i = index(id(module))
-            if (i is None and not self.discover) or compiling() or not self.open:
+            if (i is None and not self.discover) or not self.open or dynamo():
+                return call(module, *args, **kwargs)
+            if compiler._is_compiling_flag:  # export; is_compiling() would cost two calls more
                 return call(module, *args, **kwargs)
             if i is None:
                 i = self.register(module)
