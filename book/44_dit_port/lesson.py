@@ -624,12 +624,13 @@ for name, row in table.items():
     print(f"{name:14}", "  ".join(f"{key} {value:.2f}" for key, value in row.items()))
 
 # %% tags=["nbval-ignore-output"]
-plot.bars(table, "share, and relative size")
+fig = plot.bars(table, "share, and relative size")
+fig.axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
 # The hasty model has all of what we prefer, and has forgotten the rest: ask it for another direction,
-# and too often the video moves to the right. By the preferred share alone it would have won. That is
+# and mostly the video moves to the right. By the preferred share alone it would have won. That is
 # what the drift is for, and a test of what the model could do before. The pairs hold it at its
 # reference only where they look; a small learning rate and few steps hold it everywhere else.
 #
