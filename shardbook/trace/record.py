@@ -10,22 +10,21 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 import os
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .. import calls
-from ..device import device
+from .describe import MOST, describe, module_info, shape
 from .merge import Trace
+from .readings import device_events, memory_reader
 from .timeline import RankTrace
 
 _active: tuple["Recorder", ...] = ()
@@ -43,9 +42,6 @@ SAMPLE_NS = 5_000_000, 50_000_000
 LAST_NODE = 2**62
 """Nodes that accumulate a parameter's gradient have the number 2**64 - 1: they run at once."""
 
-MOST = 64
-"""Tensors noted of one list of arguments."""
-
 
 def _activate(recorder: "Recorder", on: bool) -> None:
     """Wrap what every module call and every backward passes, for the recorders that are open."""
@@ -58,40 +54,6 @@ def _activate(recorder: "Recorder", on: bool) -> None:
         nn.Module._call_impl = call
         torch.autograd._engine_run_backward = engine
         torch.autograd.graph._engine_run_backward = engine
-
-
-PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
-
-
-def describe(value: Any) -> Any:
-    """(shape, dtype) of every tensor, nesting kept, None for what is no tensor."""
-    kind = type(value)
-    if kind is Tensor:
-        return (shape(value), value.dtype)
-    if kind in PLAIN:
-        return None
-    if isinstance(value, Tensor):
-        placements = getattr(value, "placements", None)  # a DTensor
-        if placements is None:
-            return (shape(value), value.dtype)
-        local = value._local_tensor.shape
-        return (value.shape, value.dtype, local, " ".join(map(str, placements)))
-    if isinstance(value, (list, tuple)):
-        return [d for v in value[:MOST] if (d := describe(v)) is not None] or None
-    if isinstance(value, dict):
-        named = itertools.islice(value.items(), MOST)
-        return {str(k): d for k, v in named if (d := describe(v)) is not None} or None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return describe(vars(value)) if hasattr(value, "__dict__") else None
-    return None
-
-
-def shape(x: Tensor) -> tuple:
-    """The shape; a nested tensor, as TransformerEncoder makes of a padding mask, has none."""
-    try:
-        return x.shape
-    except RuntimeError:
-        return (x.size(0), *["ragged"] * (x.dim() - 2), x.size(-1))
 
 
 class Recorder:
@@ -118,8 +80,8 @@ class Recorder:
         self.main = _thread()
         self.sample_at = 0
         self.open = False
-        self.events = _device_events()
-        self.read_memory, self.memory_name = _memory_reader()
+        self.events = device_events()
+        self.read_memory, self.memory_name = memory_reader()
         self.fired = self.hook()
 
     def register(self, model: nn.Module, prefix: str = "") -> int:
@@ -354,7 +316,7 @@ class Recorder:
         return RankTrace(
             rank=int(os.environ.get("RANK", 0)),
             label=self.label,
-            modules=[_module_info(name, module) for name, module in self.modules],
+            modules=[module_info(name, module) for name, module in self.modules],
             records=[[*r[:9], device_ms(r[9]), device_ms(r[10])] for r in self.records],
             fires=[(*f[:4], device_ms(f[4])) for f in self.fires],
             runs=self.runs,
@@ -372,69 +334,6 @@ class Recorder:
         if self.events:
             torch.accelerator.synchronize()
         return lambda event: self.anchor.elapsed_time(event) if event is not None else None
-
-
-def _device_events():
-    """A function that records an event on the current stream, or None where there is no such."""
-    where = device()
-    if where.type == "cpu":
-        return None
-
-    def event() -> torch.Event:
-        e = torch.Event(where.type, enable_timing=True)
-        e.record()
-        return e
-
-    try:
-        a, b = event(), event()
-        torch.accelerator.synchronize()
-        a.elapsed_time(b)
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError):
-        return None
-    return event
-
-
-def _memory_reader():
-    """(function that reads the memory in use in bytes, its name): the device's, else the RSS."""
-    if device().type != "cpu":
-        with contextlib.suppress(Exception):
-            torch.accelerator.memory_allocated()
-            return torch.accelerator.memory_allocated, "device memory (MB)"
-    try:
-        page, file = os.sysconf("SC_PAGE_SIZE"), os.open("/proc/self/statm", os.O_RDONLY)
-    except (OSError, ValueError, AttributeError):
-        import resource
-
-        return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "peak memory (MB)"
-    return _Statm(page, file).read, "resident memory (MB)"
-
-
-class _Statm:
-    def __init__(self, page: int, file: int):
-        self.page, self.file = page, file
-
-    def read(self) -> int:
-        return int(os.pread(self.file, 64, 0).split()[1]) * self.page
-
-    def __del__(self):
-        os.close(self.file)
-
-
-def _module_info(name: str, module: nn.Module) -> dict:
-    """Name, type and own parameters; of a DTensor the full shape and this rank's."""
-    parameters = {}
-    for own, p in module._parameters.items():
-        if p is None or type(p) is nn.UninitializedParameter:
-            continue
-        shape = local = tuple(p.shape)
-        placed = ""
-        if type(p) is not nn.Parameter and hasattr(p, "placements"):
-            local, placed = tuple(p._local_tensor.shape), " ".join(map(str, p.placements))
-        parameters[own] = {"id": id(p), "shape": shape, "dtype": p.dtype}
-        parameters[own] |= {"local_shape": local, "placements": placed}
-    kind = "linear" if "in_features" in vars(module) else ""
-    kind = "convolution" if "in_channels" in vars(module) else kind
-    return {"name": name, "type": type(module).__name__, "kind": kind, "parameters": parameters}
 
 
 @contextlib.contextmanager

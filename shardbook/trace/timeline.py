@@ -199,7 +199,7 @@ def tensor(shape: tuple, dtype: Any) -> str:
 
 
 def text(described: Any) -> str:
-    """What `record.describe` gives, as people read it."""
+    """What `describe` gives, as people read it."""
     if described is None:
         return ""
     if isinstance(described, tuple):
