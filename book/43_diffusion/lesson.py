@@ -629,13 +629,11 @@ print("shape and direction of test clips right, at least 99 %:", on_test["both"]
 # the same place in no two frames.
 
 # %%
-video_model = video.video_dit()
-frames, rows, columns = 6, 3, 3
-positions = torch.cartesian_prod(torch.arange(frames), torch.arange(rows), torch.arange(columns))
+positions = torch.cartesian_prod(torch.arange(6), torch.arange(3), torch.arange(3))  # [54, 3]
 for token in (0, 1, 3, 9, 53):
     print(f"token {token:2} is frame, row, column", positions[token].tolist())
 full = len(positions) ** 2
-by_turns = frames * (rows * columns) ** 2 + rows * columns * frames**2
+by_turns = 6 * 9**2 + 9 * 6**2  # 9 tokens a frame, 6 frames
 print(f"full attention: {full} pairs; inside frames, then along time: {by_turns}")
 
 # %% [markdown]
