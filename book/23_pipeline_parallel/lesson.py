@@ -161,7 +161,7 @@ predicted = (4 - 1) / (8 + 4 - 1)
 sb.predict("bubble, simulated", predicted, simulate(gpipe(4, 8))["bubble"])
 
 # %% tags=["nbval-ignore-output"]
-gpipe_run = sb.run(step_with_paced_kernels, gpipe(WORLD, 8), 40, world_size=WORLD, trace=True)
+gpipe_run = sb.run(step_with_paced_kernels, gpipe(WORLD, 8), 100, world_size=WORLD, trace=True)
 measured = idle_share(paced_timeline(gpipe_run.trace))
 print(f"bubble of 4 real ranks with paced kernels: {measured:.3f}, closed form {predicted:.3f}")
 
@@ -298,11 +298,11 @@ runs = {
     "GPipe": (gpipe(WORLD, 8), gpipe_run),
     "1F1B": (
         one_f_one_b(WORLD, 8),
-        sb.run(step_with_paced_kernels, one_f_one_b(WORLD, 8), 40, trace=True),
+        sb.run(step_with_paced_kernels, one_f_one_b(WORLD, 8), 100, trace=True),
     ),
     "interleaved": (
         interleaved(WORLD, 8, 2),
-        sb.run(step_with_paced_kernels, interleaved(WORLD, 8, 2), 20, trace=True),
+        sb.run(step_with_paced_kernels, interleaved(WORLD, 8, 2), 50, trace=True),
     ),
 }
 timelines = {name: paced_timeline(run.trace) for name, (_, run) in runs.items()}
