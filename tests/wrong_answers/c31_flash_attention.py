@@ -70,10 +70,7 @@ def all_at_once(scores, values, block):
     return p @ values / p.sum(), top + p.sum().log()
 
 
-@wrong("online_softmax_dot", says="reads")
-def the_maximum_first(scores, values, block):
-    """Two passes: the first for the maximum, so nothing need be rescaled."""
-    top = scores.max()
+def _second_pass(scores, values, block, top):
     if top == -torch.inf:
         return torch.zeros_like(values[0]), top
     total, out = 0, 0
@@ -81,6 +78,13 @@ def the_maximum_first(scores, values, block):
         p = torch.exp(s - top)
         total, out = total + p.sum(), out + p @ v
     return out / total, top + total.log()
+
+
+@wrong("online_softmax_dot", says="reads")
+def the_maximum_first(scores, values, block):
+    """Two passes: the first for the maximum, so nothing need be rescaled."""
+    top = scores.max()
+    return _second_pass(scores, values, block, top)
 
 
 @wrong("online_softmax_dot", says="comes back")
@@ -88,13 +92,7 @@ def the_maximum_first_block_by_block(scores, values, block):
     top = torch.tensor(-torch.inf, device=scores.device)
     for s in scores.split(block):
         top = torch.maximum(top, s.max())
-    if top == -torch.inf:
-        return torch.zeros_like(values[0]), top
-    total, out = 0, 0
-    for s, v in zip(scores.split(block), values.split(block), strict=True):
-        p = torch.exp(s - top)
-        total, out = total + p.sum(), out + p @ v
-    return out / total, top + total.log()
+    return _second_pass(scores, values, block, top)
 
 
 # flash_attention_forward
