@@ -166,8 +166,9 @@ measured = idle_share(paced_timeline(gpipe_run.trace))
 print(f"bubble of 4 real ranks with paced kernels: {measured:.3f}, closed form {predicted:.3f}")
 
 # %% [markdown]
-# What is above the closed form is the time of messages and of a machine that does other things. On
-# a quiet machine it is within 5 % (a test of this book holds it to that).
+# What is above the closed form is the time of messages and of a machine that does other things. A
+# test of this book, which gives the ranks real-time priority where the system allows it, holds the
+# bubble to within 5 % of the closed form; without that priority it may be a little more.
 #
 # A large m makes the bubble small. Three things limit it: the batch has an end; small micro-batches
 # make small, inefficient matrix products; and memory.
