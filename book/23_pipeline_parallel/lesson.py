@@ -168,7 +168,7 @@ print(f"bubble of 4 real ranks with paced kernels: {measured:.3f}, closed form {
 # %% [markdown]
 # What is above the closed form is the time of messages and of a machine that does other things. A
 # test of this book, which gives the ranks real-time priority where the system allows it, holds the
-# bubble to within 5 % of the closed form; without that priority it may be a little more.
+# bubble to within 5 % of the closed form. Without that priority ranks wake late, and it is larger.
 #
 # A large m makes the bubble small. Three things limit it: the batch has an end; small micro-batches
 # make small, inefficient matrix products; and memory.
