@@ -1,6 +1,7 @@
 """The small model cut into stages, and stages whose kernels take a known time."""
 
 import itertools
+import statistics
 import time
 
 import torch
@@ -129,3 +130,19 @@ def idle_share(timeline: list[tuple]) -> float:
     ranks = len({op[0] for op in timeline})
     span = max(op[5] for op in timeline) - min(op[4] for op in timeline)
     return 1 - sum(end - start for *_, start, end in timeline) / (ranks * span)
+
+
+def message_time(timeline: list[tuple]) -> float:
+    """Median ms from the end of a neighbour's kernel to the start of the one that waited for it.
+
+    That is the message and its hosts: waking up, sending, receiving. 0 where nobody waited.
+    """
+    ranks, chunks = 1 + max(op[0] for op in timeline), 1 + max(op[3] for op in timeline)
+    ends = {(kind, i, chunk * ranks + rank): end for rank, kind, i, chunk, _, end in timeline}
+    free, waits = dict.fromkeys(range(ranks), 0.0), []
+    for rank, kind, i, chunk, start, end in timeline:  # by start
+        block = chunk * ranks + rank + (-1 if kind == "F" else 1)
+        if 0 <= block < ranks * chunks and ends[kind, i, block] > free[rank]:
+            waits.append(start - ends[kind, i, block])
+        free[rank] = end
+    return statistics.median(waits) if waits else 0.0
