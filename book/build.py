@@ -317,7 +317,7 @@ def _missing(chapter: Path, exercises: list[list[Reference]]) -> list[str]:
     path = ROOT / "shardbook" / "checks" / f"{chapter.name[3:]}.py"
     if not path.exists():
         return [f"{path.relative_to(ROOT)} does not exist"]
-    checked = set(exercises_in(path))
+    checked = set(exercises_in(path.parent, path.stem))
     cells = [[r.name for r in references] for references in exercises]
     lab = f"book/{chapter.name}/lab.py"
     there = {name for names in cells for name in names}

@@ -1,4 +1,4 @@
-"""The properties an answer must have: one module a chapter.
+"""The properties an answer must have: one module a chapter, or several that it gathers.
 
 ``from shardbook.checks import tensors as check; check.split_heads(split_heads)``
 """
@@ -23,14 +23,24 @@ CHAPTERS = {
 
 
 def exercises(chapter: int) -> list[str]:
-    """The names a chapter's module checks, in order, read without importing it; [] if none."""
-    return exercises_in(Path(__file__).parent / f"{CHAPTERS[chapter]}.py")
+    """The names a chapter's modules check, in order, read without importing them; [] if none."""
+    return exercises_in(Path(__file__).parent, CHAPTERS[chapter])
 
 
-def exercises_in(path: Path) -> list[str]:
-    """The names in the ``@check("name")`` decorators of a file; [] if there is no file."""
-    if not path.exists():
-        return []
+def exercises_in(folder: Path, name: str) -> list[str]:
+    """What ``name.py`` checks and, where that gathers parts, what the ``name_….py`` do."""
+    modules = [*folder.glob(f"{name}.py"), *sorted(folder.glob(f"{name}_*.py"))]
+    return [checked for module in modules for checked in _checked_in(module)]
+
+
+def chapter_of(module: str) -> int | None:
+    """The chapter that a module of checks, by its full name, belongs to."""
+    last = module.rsplit(".", 1)[-1]
+    return next((n for n, m in CHAPTERS.items() if last == m or last.startswith(m + "_")), None)
+
+
+def _checked_in(path: Path) -> list[str]:
+    """The names in the ``@check("name")`` decorators of a file."""
     return [
         decorator.args[0].value
         for node in ast.parse(path.read_text()).body

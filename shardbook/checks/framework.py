@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import lab, progress
 from ..ranks import NotWritten, RankError, run
-from . import CHAPTERS
+from . import chapter_of
 
 
 class Wrong(AssertionError):
@@ -187,7 +187,7 @@ def check(exercise: str) -> Callable:
         def show(answer: Any) -> None:
             verdict = examine(answer)
             print("\n".join(verdict.lines()))
-            chapter = _CHAPTER.get(fn.__module__.rsplit(".", 1)[-1])
+            chapter = chapter_of(fn.__module__)
             if chapter:
                 progress.record_in_notebook(chapter, exercise, verdict.status, answer)
 
@@ -200,11 +200,8 @@ def check(exercise: str) -> Callable:
     return decorate
 
 
-_CHAPTER = {name: number for number, name in CHAPTERS.items()}
-
-
 def checks_of(module: ModuleType) -> dict[str, Callable]:
-    """``{exercise name: check}`` of a chapter's module, in the order they are written."""
+    """``{exercise name: check}`` of a chapter's module."""
     found = [c for c in vars(module).values() if callable(c) and hasattr(c, "exercise")]
     return {c.exercise: c for c in found}
 
