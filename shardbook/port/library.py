@@ -3,7 +3,7 @@
 import ast
 
 from .detect import backend, device, imported, named, used, variable
-from .rules import ENVIRONMENT, NVIDIA_TOOLS
+from .rules import ENVIRONMENT, HOST_LINALG, NVIDIA_TOOLS
 from .tensors import creates, numpy_call
 from .values import INT_NAMES, Value, Values, dotted, is_cuda_text, is_tensor_type_text
 
@@ -50,6 +50,9 @@ def called(reader, node, path: str, args: list[Values], keywords: dict) -> Value
         return keywords.get("default", args[0] if args else [])
     if last in DECLARES:
         declared(reader, args, keywords)
+        return []
+    if path.startswith("ray."):
+        ray_gpus(reader, node)
         return []
     if path.startswith(("pytorch_lightning.", "lightning.")):
         for v in keywords.get("accelerator", []):
@@ -109,6 +112,11 @@ def torch_call(reader, node, path: str, args: list[Values], keywords: dict) -> V
                 reader.report(node, "float64")
     elif last in ("Conv3d", "conv3d") and reader.words & {"bfloat16", "bf16"}:
         reader.report(node, "bf16-conv3d")
+    elif path.removeprefix("torch.") in HOST_LINALG:
+        if not any(
+            v.kind == "array" or (v.kind == "tensor" and v.data[1] == "host") for v in first
+        ):
+            reader.report(where, "host-linalg")
     elif path == "torch.classes.load_library":
         reader.report(node, "custom-op")
     elif path.endswith("autograd.profiler.profile") and "use_cuda" in keywords:
@@ -135,6 +143,24 @@ def distributed(reader, node, last: str, args: list[Values], keywords: dict) -> 
     elif last in ("get_rank", "get_world_size", "get_node_local_rank"):
         return [Value("int", None, node)]
     return []
+
+
+def ray_gpus(reader, node: ast.AST) -> None:
+    """`ray.remote(num_gpus=1)`, `Actor.options(num_gpus=…)`, `placement_group([{"GPU": 1}])`."""
+    for part in ast.walk(node):
+        wanted = []
+        if isinstance(part, ast.keyword) and part.arg == "num_gpus":
+            wanted = [part.value]
+        elif isinstance(part, ast.Dict):
+            wanted = [v for k, v in zip(part.keys, part.values, strict=True) if literal(k) == "GPU"]
+        for value in wanted:
+            if literal(value) not in (0, None):
+                reader.report(value, "ray-gpus")
+
+
+def literal(node: ast.expr | None) -> object:
+    """What a constant is; "?" for anything else."""
+    return node.value if isinstance(node, ast.Constant) else "?"
 
 
 def declared(reader, args: list[Values], keywords: dict) -> None:

@@ -4,6 +4,7 @@ import ast
 import re
 
 from .detect import device, named, variable
+from .library import ray_gpus
 from .tensors import tensor_method
 from .values import Value, Values, dotted, is_cuda_text, is_device_name, is_tensor_type_text
 
@@ -56,6 +57,9 @@ def method(reader, node: ast.Call, func: ast.Attribute, base: Values, args, keyw
                     if key.kind == "str":
                         out += v.data.get(key.data, [])
         return out
+    if name == "options" and "num_gpus" in keywords:
+        ray_gpus(reader, node)
+        return []
     if name in ("table",) and any(
         v.kind == "str" and "cuda_" in v.data for v in keywords.get("sort_by", [])
     ):

@@ -131,7 +131,14 @@ _TABLE = [
     ("sdpa-backend", "slow", "forces one of CUDA's attention kernels",
      "those kernels are CUDA's: it is ignored or refused", "let SDPA choose",
      "sglang#31948"),
+    ("host-linalg", "slow", "a linear-algebra function without an NPU kernel",
+     "torch_npu warns and runs it on the CPU: a copy there and back, and a wait",
+     "compute it once on the host, or use one that has a kernel (QR, SVD, Cholesky, inverse)",
+     "torch_npu 2.13.0's registered kernels"),
     # ---- environment
+    ("ray-gpus", "breaks", "asks Ray for GPUs",
+     "an NPU is another resource of Ray's: the task waits for a GPU that never comes",
+     "`resources={'NPU': n}`", "Ray, accelerator support"),
     ("cuda-env", "wrong", "an environment variable of CUDA or NCCL",
      "the NPU's runtime does not read it", "its Ascend twin (see the reference)",
      "verl#7507, Trinity-RFT#618"),
@@ -169,6 +176,14 @@ CUDA_LIBRARIES = {
     "exllamav2", "natten", "torch2trt", "nvdiffrast", "tinycudann", "pytorch3d", "spconv",
     "MinkowskiEngine", "py3nvml", "GPUtil", "gpustat", "nvitop", "dali", "nvidia_smi",
     "colossalai.kernel", "flash_attention", "quack",
+}  # fmt: skip
+
+# Functions of torch.linalg and of torch whose operators torch_npu 2.13.0 has no kernel for.
+HOST_LINALG = {
+    "linalg.eig", "linalg.eigvals", "linalg.eigh", "linalg.eigvalsh", "linalg.solve",
+    "linalg.solve_ex", "linalg.inv", "linalg.inv_ex", "linalg.lstsq", "linalg.det",
+    "linalg.slogdet", "linalg.lu", "linalg.lu_factor", "linalg.matrix_exp", "linalg.ldl_factor",
+    "det", "logdet", "matrix_exp",
 }  # fmt: skip
 
 ENVIRONMENT = {  # variable -> its twin on Ascend

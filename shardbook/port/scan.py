@@ -15,7 +15,8 @@ from .rules import RULES
 WORTH_READING = re.compile(
     r"cud|nccl|nvidia|nvtx|flash_attn|apex|xformers|triton|float64|double|complex|polar|linspace"
     r"|torch\.ops|compile|load_library|Conv3d|conv3d|\.to\(|fork|float8|bitsandbytes|pynvml|from_numpy"
-    r"|fft|stft|sdp|ReduceOp|cpp_extension|transformer_engine|cupy|device|tensorrt|flashinfer|GPUtil|nvcc|_ssm|natten",
+    r"|fft|stft|sdp|ReduceOp|cpp_extension|transformer_engine|cupy|device|tensorrt|flashinfer|GPUtil|nvcc|_ssm|natten"
+    r"|num_gpus|placement_group|linalg|matrix_exp|det\(",
     re.IGNORECASE,
 )
 

@@ -4,6 +4,17 @@ Each case is one snippet; ``import torch`` stands above every one. A flagged lin
 """
 
 FLAGGED: dict[str, list[str]] = {
+    "ray-gpus": [
+        "import ray\n@ray.remote(num_gpus=1)  # !\nclass Worker:\n    pass",
+        "import ray\ndef f(actor, n):\n    return actor.options(num_cpus=2, num_gpus=n).remote()  # !",
+        "import ray\nray.init(num_gpus=8)  # !",
+        "from ray.util.placement_group import placement_group\ng = placement_group([{'CPU': 4, 'GPU': 1}])  # !",
+    ],
+    "host-linalg": [
+        "def f(x):\n    return torch.linalg.eigh(x)  # !",
+        "from torch import linalg\ndef f(x):\n    return linalg.solve(x, x)  # !",
+        "def f(x):\n    return torch.logdet(x)  # !",
+    ],
     "cuda-method": [
         "x = torch.ones(3).cuda()  # !",
         "def f(model, rank):\n    return model.cuda(rank)  # !",
@@ -224,6 +235,18 @@ FLAGGED: dict[str, list[str]] = {
 }
 
 CLEAN: dict[str, list[str]] = {
+    "ray-gpus": [
+        "import ray\n@ray.remote(num_cpus=1, num_gpus=0)\nclass Worker:\n    pass",
+        "import ray\n@ray.remote(resources={'NPU': 1})\nclass Worker:\n    pass",
+        "names = {'GPU': 1, 'CPU': 2}",
+    ],
+    "host-linalg": [
+        "def f(x):\n    return torch.linalg.qr(x)",
+        "def f(x):\n    return torch.slogdet(x)",
+        "def f(x):\n    return torch.linalg.vector_norm(x) + torch.linalg.svdvals(x).sum()",
+        "import numpy as np\ndef f(x):\n    return np.linalg.eigh(x)",
+        "x = torch.eye(3)\ny = torch.linalg.eigh(x.cpu())",
+    ],
     "cuda-method": [
         "x = torch.ones(3).cpu()",
         "class T:\n    def cuda(self):\n        return self\nt = T()\nt.cuda()",

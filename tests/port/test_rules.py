@@ -1,8 +1,12 @@
 """Every rule flags what it must, at its line, and leaves near-identical code alone."""
 
-import pytest
+from pathlib import Path
 
-from shardbook.port.rules import RULES
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardbook.port.rules import HOST_LINALG, RULES
 from shardbook.port.scan import scan_source
 
 from .cases import CLEAN, FLAGGED
@@ -29,3 +33,37 @@ def test_every_rule_has_both_kinds_of_tests():
     known = set(RULES) - {"unreadable"}
     assert set(FLAGGED) == known
     assert set(CLEAN) == known
+
+
+class _Operators(TorchDispatchMode):
+    """Names of the operators that reach a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(
+            f"aten::{function}".replace("aten::aten.", "aten::").removesuffix(".default")
+        )
+        return function(*args, **(kwargs or {}))
+
+
+def test_linear_algebra_that_is_flagged_has_no_npu_kernel():
+    kernels = set((Path(__file__).parents[1] / "standin" / "kernels.txt").read_text().split())
+    square = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+
+    def without_kernel(name):
+        function = torch
+        for part in name.split("."):
+            function = getattr(function, part)
+        two = name.endswith(("solve", "solve_ex", "lstsq"))
+        with _Operators() as operators:
+            function(square, square) if two else function(square)
+        return {o for o in operators.names if "linalg" in o and o not in kernels}
+
+    for name in sorted(HOST_LINALG):
+        assert without_kernel(name), f"torch.{name} has a kernel for each operator"
+        assert "aten::" + name.replace(".", "_") not in kernels, name
+    for name in ("linalg.qr", "linalg.svd", "linalg.norm"):
+        assert not without_kernel(name), name
