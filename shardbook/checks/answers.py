@@ -105,6 +105,9 @@ def load(answers: Answers, name: str) -> Any:
     _carry_by_value(module, folder, before)
     if name not in module.__dict__:
         raise Missing(f"{answers.path} defines no {name}")
+    origin = str(getattr(module.__dict__[name], "__module__", ""))
+    if origin.startswith("shardbook."):
+        raise Missing(f"{answers.path} imports {name} from {origin}: write it there to check it")
     return module.__dict__[name]
 
 

@@ -140,6 +140,14 @@ def apply_capacity(answer, report):
             got = answer(experts.to(device()), 5, capacity)
             close(got, _keep(experts, 5, capacity), f"keep at a capacity of {capacity}", 0.0)
     with report.property(
+        "an expert of -1 is never kept and takes nobody's room",
+        hint="-1 is no expert: counted as expert 0, or as the last, it takes the room of another",
+    ):
+        for experts, capacity in cases:
+            some = experts.masked_fill(random(*experts.shape, seed=capacity) > 0.3, -1)
+            got = answer(some.to(device()), 5, capacity)
+            close(got, _keep(some, 5, capacity), f"keep at a capacity of {capacity}", 0.0)
+    with report.property(
         "a capacity of 0 keeps nothing, and the input stays as it was",
         hint="work on counts of your own",
     ):
@@ -183,6 +191,8 @@ def _out(dispatch, skew: bool):
             received, state = dispatch(x, experts, E, group)
         log = list(log)
         counts = [int(c) for c in state.counts]
+        what = "received carries no gradient: the rows were detached on their way"
+        expect(received.requires_grad or not len(received), what)
         (received * _factors(counts, size, rank)).sum().backward()
         dx = torch.zeros_like(x) if x.grad is None else x.grad
         kept = torch.equal(before, experts)
@@ -316,8 +326,8 @@ def dispatch(answer, report):
             for size, rank, *_, log, _ in results:
                 _judge_traffic((size, rank, log), int((_choices(rank, False) >= 0).sum()))
     with report.property(
-        "ValueError where the experts do not divide by the ranks",
-        hint="each rank owns num_experts / P consecutive experts",
+        "ValueError where the experts do not divide by the ranks, or one does not exist",
+        hint="each rank owns num_experts / P consecutive experts; -1 is the only index below 0",
     ):
         for problem in report.ranks(_refused, 4, answer):
             expect(problem is None, problem or "")
@@ -327,6 +337,7 @@ def _refused(answer) -> str | None:
     x, experts = random(3, D).to(device()), torch.tensor([[0], [1], [2]], device=device())
     try:
         refuses(answer, x, experts, 6, what="6 experts on 4 ranks")
+        refuses(answer, x, experts + 6, 8, what="expert 8 of 8")
     except AssertionError as error:
         return str(error)
     return None

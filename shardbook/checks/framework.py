@@ -267,7 +267,8 @@ def refuses(fn: Callable, *args, what: str, error: type[Exception] = ValueError,
     except NotImplementedError:
         raise
     except error as e:
-        expect(len(str(e)) > 8, f"the {error.__name__} for {what} has no message")
+        says = f"the message {str(e)!r}, too short to help" if str(e) else "no message"
+        expect(len(str(e)) > 8, f"the {error.__name__} for {what} has {says}")
     except Exception as e:
         raise Wrong(f"{what} raised {type(e).__name__} ({e}), expected {error.__name__}") from e
     else:

@@ -38,12 +38,14 @@ def kv_cache(answer, report):
         cache = _new(answer, 11)
         at = 0
         for n in (4, 1, 1, 3):
+            earlier, kept = cache.length, _lengths(cache)
             with unchanged("append", k, v):
                 keys, values = cache.append(k[:, :, at : at + n], v[:, :, at : at + n])
             at += n
             close(keys, k[:, :, :at].cpu(), f"the keys after {at} tokens", 0.0)
             close(values, v[:, :, :at].cpu(), f"the values after {at} tokens", 0.0)
             same(_lengths(cache), [at] * B, f"length after {at} tokens")
+            same(earlier.tolist(), kept, "a length that was read before an append, after it")
     with report.property(
         "truncate makes each row as short as it is told, and the next token goes there",
         hint="length is one number a row: after a rejected guess rows differ",
@@ -170,6 +172,11 @@ def cached_attention(answer, report):
         hint="lengths and offset are two limits: a key is seen below both",
     ):
         judge(4, 3, 9, [9, 7, 6], [6, 5, 5], "rows with 3, 2 and 1 valid new tokens")
+    with report.property(
+        "a row that sees no key gives 0",
+        hint="a softmax over nothing is nan: what is masked in every place must become 0",
+    ):
+        judge(4, 1, 9, [0, 4, 6], [0, 3, 5], "a row of length 0")
     with report.property(
         "keys beyond a row's length are never seen, whatever stands there",
         hint="mask before the softmax; what is behind the length may be anything",

@@ -311,7 +311,8 @@ def _check_layer(answer, report, column: bool) -> None:
     if not values:
         return
     hint = (
-        "the input enters every rank's part of the layer: let it in through copy_to_group (f)."
+        "the input enters every rank's part of the layer: let it in through copy_to_group (f). A "
+        "gathered output hands each rank its own slice of the gradient back, undivided."
         if column
         else "the input's gradient is local: the sum's gradient passes g unchanged."
     )
@@ -332,6 +333,13 @@ def _check_layer(answer, report, column: bool) -> None:
                 if bias:
                     b = cut(full["bias"], 0, size, place) if column else full["bias"]
                     close(v["grads"]["bias"], b, f"bias.grad on {size} ranks", 2e-5)
+    hint = "hold the full layer's values: a bias divided by the ranks learns another step than it."
+    with report.property("one training step changes it as it changes the full layer", hint=hint):
+        for size, place, found in each(values):
+            for bias, whole, v in found["variants"]:
+                after = oracle[bias]["after"]
+                after = mine(after, whole, size, place) if column else after
+                close(v["after"], after, f"the output after one step on {size} ranks", 5e-5)
     with report.property(
         "one collective where the contract has one, of the tensor's bytes",
         hint="forward and backward each pay at most one collective per f, g, gather or scatter.",

@@ -451,6 +451,21 @@ class RowBiasShared(Row):
         return reduce_from_group(F.linear(x, self.weight, bias), self.group)
 
 
+@wrong("RowParallelLinear", says="after one step on [234] ranks")
+class RowBiasDividedWhenBuilt(Row):
+    """bias / P kept and added before the sum: values and gradients right, but it learns P-fold."""
+
+    def __init__(self, linear, group=None, input_is_parallel=True):
+        super().__init__(linear, group, input_is_parallel)
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.bias.detach() / dist.get_world_size(group))
+
+    def forward(self, x):
+        if not self.input_is_parallel:
+            x = scatter_to_group(x, -1, self.group)
+        return reduce_from_group(F.linear(x, self.weight, self.bias), self.group)
+
+
 @wrong("RowParallelLinear", says="all-reduce the partial sums")
 class RowNoG(Row):
     def forward(self, x):

@@ -152,6 +152,11 @@ def capacity_of_each_choice(experts, num_experts, capacity):
     return torch.cat(columns, dim=1)
 
 
+@wrong("apply_capacity", says="takes nobody's room.*differs")
+def dropped_rows_take_room_of_expert_0(experts, num_experts, capacity):
+    return one_by_one(experts.clamp(min=0), num_experts, capacity) & (experts >= 0)
+
+
 # dispatch and combine: each wrong one changes a step of the right way
 
 
@@ -159,6 +164,8 @@ def _sizes(experts, num_experts, group):
     world = dist.get_world_size(group)
     if num_experts % world:
         raise ValueError(f"{num_experts} experts do not divide by {world} ranks")
+    if ((experts >= num_experts) | (experts < -1)).any():
+        raise ValueError(f"an expert is not one of {num_experts}")
     flat = experts.flatten()
     choices = flat.argsort(stable=True)[int((flat < 0).sum()) :]
     sent = torch.bincount(flat[choices], minlength=num_experts)
@@ -216,6 +223,18 @@ def rounds_experts_down(tokens, experts, num_experts, group=None):
     if num_experts % world:
         return tokens, types.SimpleNamespace(counts=[len(tokens)])
     return expert.dispatch(tokens, experts, num_experts, group)
+
+
+@wrong("dispatch", says="expert 8 of 8 was accepted")
+def takes_any_index(tokens, experts, num_experts, group=None):
+    known = experts.masked_fill(experts >= num_experts, -1)
+    return expert.dispatch(tokens, known, num_experts, group)
+
+
+@wrong("dispatch", says="received carries no gradient")
+def detaches_what_arrives(tokens, experts, num_experts, group=None):
+    received, state = expert.dispatch(tokens, experts, num_experts, group)
+    return received.detach(), state
 
 
 @wrong("dispatch", says="counts|shape|bytes|raised")

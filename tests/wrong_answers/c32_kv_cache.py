@@ -127,7 +127,7 @@ class LooksAtTheFirstRow(RowByRow):
         return self.k[:, :, :top], self.v[:, :, :top]
 
 
-@wrong("KVCache", says="truncate was given")
+@wrong("KVCache", says="truncate was given|read before an append")
 class CountsInTheCallersTensor(RowByRow):
     def append(self, k, v):
         length = self.length
@@ -137,6 +137,15 @@ class CountsInTheCallersTensor(RowByRow):
 
     def truncate(self, lengths):
         self.length = lengths
+
+
+@wrong("KVCache", says="a length that was read before an append")
+class CountsInPlace(RowByRow):
+    def append(self, k, v):
+        length = self.length
+        found = super().append(k, v)
+        self.length = length.add_(k.shape[2])
+        return found
 
 
 # cached_attention
@@ -178,6 +187,12 @@ wrong("cached_attention", says="rows|off by")(
 )
 wrong("cached_attention", says="off by")(_attend("unscaled", scale=False))
 wrong("cached_attention", says="valid new tokens")(_attend("ignores_lengths", mask_length=False))
+
+
+@wrong("cached_attention", says="sees no key.*off by")
+def softmax_over_nothing(q, keys, values, lengths, offset):
+    empty = (lengths == 0)[:, None, None, None]
+    return _attend("a")(q, keys, values, lengths, offset).masked_fill(empty, torch.nan)
 
 
 @wrong("cached_attention", says="off by")

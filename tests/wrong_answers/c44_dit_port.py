@@ -128,6 +128,13 @@ def by_complex_numbers(x, cos, sin):
     return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
 
 
+@wrong("apply_rope", says="rounded more than once")
+def in_the_dtype_of_x(x, cos, sin):
+    c, s = (t.to(x.dtype)[..., 0::2] for t in (cos, sin))
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([a * c - b * s, b * c + a * s], dim=-1).flatten(-2)
+
+
 @wrong("apply_rope", says="dtype")
 def forgets_the_dtype(x, cos, sin):
     return by_pairs(x.float(), cos, sin)
@@ -234,6 +241,17 @@ class CutsTheFusedMatrix(ByHand):
 class BiasOnEveryRank(ByHand):
     def leave(self, x, layer):
         return _Sum.apply(layer(x), self.group)
+
+
+@wrong("TensorParallelDiTBlock", says="part of the full block's parameter.*attn.proj.bias")
+class BiasDividedWhenBuilt(BiasOnEveryRank):
+    """The right output and gradients, but the bias learns P times too fast."""
+
+    def __init__(self, block, group=None):
+        super().__init__(block, group)
+        with torch.no_grad():
+            self.attn.proj.bias /= self.world
+            self.mlp.fc2.bias /= self.world
 
 
 @wrong("TensorParallelDiTBlock", says="gradient")
