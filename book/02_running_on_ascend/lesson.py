@@ -146,11 +146,16 @@ for value in sb.run(whoami, 2, world_size=4).values:
 # | float64 anywhere | float64 on the host; cast before it moves ([diffusers#10428](https://github.com/huggingface/diffusers/issues/10428)) |
 # | complex rotary embeddings | the same rotation in real numbers, as our models do |
 # | flash_attn | `scaled_dot_product_attention`, or `torch_npu.npu_fusion_attention` |
-# | reductions of any dtype, bitwise too | int8 to int64, fp16, bf16, fp32; no BAND, BOR, BXOR |
-# | `recv()` from any source | name the source |
+# | NCCL reduces float64 | HCCL reduces int8 to int64, fp16, bf16, fp32; float64 on Ascend950 only |
+# | `ReduceOp.PREMUL_SUM(f)`, `AVG` in NCCL | no PREMUL_SUM: scale, then SUM; torch_npu makes AVG of SUM and a division |
 # | an operator that is missing raises | it runs on the CPU, with a warning, slowly ([Ascend/pytorch#40](https://github.com/Ascend/pytorch/issues/40)) |
 # | a device generator's numbers | other numbers for the same seed: draw on the CPU, then move |
 # | `CUDA_VISIBLE_DEVICES`, any order | `ASCEND_RT_VISIBLE_DEVICES`, ascending |
+#
+# No difference, though often taken for one: bitwise reductions (BAND, BOR, BXOR) and `recv()` from
+# any source exist on gloo, neither on NCCL nor on HCCL
+# ([torch.distributed](https://docs.pytorch.org/docs/stable/distributed.html)). Code that was tried on
+# CPUs only may use them.
 #
 # `python -m shardbook port your_project/` looks for these in your code.
 #

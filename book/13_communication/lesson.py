@@ -490,8 +490,9 @@ for name, algorithm in {"flat ring": ring_all_reduce, "hierarchical": hierarchic
 # 2407.21783](https://arxiv.org/abs/2407.21783)).
 #
 # One number to see it. Step-Video's activation is 932.5 MB in bf16 (chapter 11), three all-reduces
-# a block under tensor parallelism, 48 blocks, 8 ranks. At the full rate of NVLink 4 (450 GB/s each
-# way) and of one NDR port (50 GB/s):
+# a block under tensor parallelism, 48 blocks, 8 ranks. (Three, because its block has self-attention,
+# cross-attention to the text and an MLP; the block of chapter 44 has no cross-attention and two.) At
+# the full rate of NVLink 4 (450 GB/s each way) and of one NDR port (50 GB/s):
 
 # %%
 sent = collective_bytes("all_reduce", 36 * 34 * 62 * 6144 * 2, 8)
@@ -587,8 +588,9 @@ print("hosts:", sorted({line.split()[1] for line in lines}))
 # **NPU and HCCL.** Between the NPUs of a server HCCL picks the algorithm by topology and you can't
 # change it; between servers `HCCL_ALGO` can. A rank that stays away shows after
 # `HCCL_EXEC_TIMEOUT`, a connection that fails after `HCCL_CONNECT_TIMEOUT`. Reductions take int8
-# to int64, fp16, bf16 and fp32, so a sum in fp64 or of bools must be cast first. `recv` needs a
-# source: there is no "from any rank".
+# to int64, fp16, bf16 and fp32, so a sum in fp64 must be cast first, and of bools too if you want
+# their number. They are sum, product, min and max; torch_npu makes AVG of a sum and a division.
+# `recv` needs a source: as with NCCL there is no "from any rank".
 #
 # **CUDA and NCCL.** `NCCL_DEBUG=INFO` prints the rings and trees that were chosen, and whether
 # GPUDirect RDMA is used (`GDRDMA` in the lines of a channel). Point-to-point calls run on a

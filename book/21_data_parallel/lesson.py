@@ -866,7 +866,7 @@ for begin in (0, 30):
 # - **Many hosts.** RDMA (RoCE or InfiniBand) is several times slower than the links inside. Shard
 #   inside a host and replicate between hosts (hybrid sharding): all-gathers stay inside, only
 #   reduced shards cross.
-# - **NPU, HCCL.** `backend="hccl"`; AVG is a sum and a division there, as here. Each communicator
+# - **NPU, HCCL.** `backend="hccl"`; AVG is a sum and a division there (torch_npu's), as here. Each communicator
 #   takes 2 × `HCCL_BUFFSIZE` of device memory, 200 MB each by default
 #   ([CANN manual](https://www.hiascend.com/document/detail/en/canncommercial/850/commlib/hcclug/hcclug_000076.html)):
 #   a handful of process groups costs gigabytes. Time-outs are HCCL_CONNECT_TIMEOUT and

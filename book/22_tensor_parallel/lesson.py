@@ -688,7 +688,8 @@ print("same output:", bool(same))
 #   and 400 Gb/s of RDMA beyond (arXiv 2506.12708); in an 8-card host the group stays inside HCCS.
 # - **HCCL and NCCL** want the same group order on all ranks; the rank numbers of one tensor group
 #   are consecutive on a host, so that the mesh's innermost dimension is the tensor dimension.
-#   AVG, MIN and MAX exist in both. `ASCEND_RT_VISIBLE_DEVICES` and `CUDA_VISIBLE_DEVICES` renumber
+#   SUM, PRODUCT, MIN and MAX exist in both, and AVG, which torch_npu makes of a sum and a division.
+#   `ASCEND_RT_VISIBLE_DEVICES` and `CUDA_VISIBLE_DEVICES` renumber
 #   devices, so check that neighbours in the group are neighbours on the board.
 # - **Small P first.** The products become `D x 4D/P`: at P = 8 of a 7B model a rank's kernels fill
 #   the device badly. Sequence parallelism costs nothing more, turn it on with every P > 1.

@@ -77,19 +77,21 @@ for rule, n in rules.most_common():
 
 # %% [markdown]
 # Begin with these. What *breaks* tells you itself; what is *wrong* gives a model that trains,
-# with another seed on each start, in fp32 although the script says bf16. Two of them, run here:
+# with another seed on each start, in fp32 although the script says bf16. One of each kind, run
+# here without CUDA: autocast says nothing that matters and computes in fp32; the number of devices
+# is 0, and the remainder by it raises.
 
 # %%
 layer, x = nn.Linear(3, 3), torch.ones(2, 3)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        print("under autocast for CUDA, without CUDA:", layer(x).dtype)
+        print("wrong:  under autocast for CUDA, without CUDA:", layer(x).dtype)
 devices = torch.cuda.device_count()  # port: example
 try:
     print("device of rank 0:", 0 % devices)
 except ZeroDivisionError as error:
-    print("rank % device_count():", type(error).__name__)
+    print("breaks: rank % device_count():", type(error).__name__)
 
 # %% [markdown]
 # The whole table, one file at a time; open what you want to read.
@@ -127,7 +129,7 @@ parts = {
 }
 for name, part in parts.items():
     print(f"{name:18} {sum(p.numel() for p in part.parameters()):7} parameters")
-print("tokens:", 8 * 4 * 4, "of", 4 * 4, "values")
+print("a clip becomes", 8 * 4 * 4, "tokens, each a patch of", 4 * 4, "values")
 
 # %% tags=["nbval-ignore-output"]
 with sb.trace(model) as trace, torch.no_grad():
@@ -137,7 +139,7 @@ trace
 # %% [markdown]
 # | figure | `cuda_project` | what is CUDA's there | port |
 # |---|---|---|---|
-# | patchify | `model.ClipDiT.embed`, Conv3d | no bf16 kernel for conv3d | a Linear over each patch |
+# | patchify | `model.ClipDiT.embed`, Conv3d | older CANN has no bf16 conv3d | a Linear over each patch |
 # | position | `precompute_freqs`, `apply_rotary` | float64, complex | real cos and sin, fp32 |
 # | timestep | `TimestepEmbedder` | float64 on the device | fp32 |
 # | adaLN, modulate | `ops.norm_modulate` | a fused op; the fallback | torch's layer_norm |
@@ -183,7 +185,10 @@ print("and as chapter 43's:", torch.allclose(ours[0], cos, atol=1e-6))
 # the CPU, rounded to fp16 as the library does.
 #
 # **4. Convolution.** A patch lies inside one frame, so the Conv3d with kernel = stride (1, p, p) is a
-# linear layer over p x p values. Same weights, one reshape, no bf16 conv3d kernel needed.
+# linear layer over p x p values. Same weights, one reshape. In April 2025 a bf16 Conv3d failed on a
+# 910B ([ComfyUI#7784](https://github.com/Comfy-Org/ComfyUI/issues/7784)); CANN's
+# [ops-nn](https://gitcode.com/cann/ops-nn/tree/master/conv/conv3d_v2) now names bf16 for A2 and A3.
+# The linear layer runs on both.
 #
 # **5. Attention.** flash_attn takes `[B, S, H, D]`, SDPA `[B, H, S, D]`. Both accept the wrong layout
 # without a word when the sizes allow it.
@@ -222,9 +227,10 @@ print("what is missing is LayerNorm(x), the 1 of 1 + scale:", bool(difference.ab
 # fallback against its fused op before the first training step.**
 #
 # **7. The rest of the list** is mechanical: `torch.autocast(device.type, …)`, torch's AdamW, no
-# CUDA graph, `dist.init_process_group` with the device's backend, MAX of a flag instead of a bitwise
-# or, processes by spawn. `python -m shardbook port --fix` shows the rewrites that are always safe as
-# a diff.
+# CUDA graph, `dist.init_process_group` with the device's backend, MAX of a flag instead of a sum
+# scaled by NCCL (PREMUL_SUM), processes by spawn, one card a rank (`pick` above says so where
+# there are too few). `python -m shardbook port --fix` shows the rewrites that are always safe as a
+# diff.
 #
 # ## Prove it
 #
@@ -304,7 +310,9 @@ agree("original", 1e-2)
 agree("original with its fallback", 1e-2)
 
 # %% tags=["nbval-ignore-output"]
-plot.curves(curves, "step", "loss")
+(ax,) = plot.curves(curves, "step", "loss").axes
+ax.lines[2].set(linestyle="--")  # three of the four lie on each other
+ax.legend()
 plt.show()
 
 # %% [markdown]
@@ -445,7 +453,9 @@ print("tokens of ranks 0 to 3 are off:", sb.run(first_positions, world_size=4).v
 #
 # ### The same block at Step-Video's size
 #
-# The formulas do not care about the size. One sample in bf16, forward, for one block:
+# The formulas do not care about the size. One sample in bf16, forward, for one of *our* blocks:
+# attention and MLP, so two all-reduces. Step-Video's own block has cross-attention to the text as
+# well, a third one: that is what chapter 13 counts.
 
 # %%
 S, D = 75_888, 6144
@@ -497,13 +507,14 @@ print(
     end="",
 )
 print(f", of the loser's {lose.grad.sum().item():.1f}")
-for advantage in (-0.2, -0.05, 0.0, 0.05, 0.2):
-    ahead = video_dpo_loss(win + advantage, lose, win.detach(), lose.detach(), beta=20.0)
-    slope = torch.autograd.grad(ahead, win)[0].sum().item()
-    print(f"advantage {advantage:5.2f}: loss {ahead.item():.3f}, slope {slope:.2f}")
+for change in (-0.2, -0.05, 0.0, 0.05, 0.2):  # of the winner's error: below 0 is what we want
+    moved = video_dpo_loss(win + change, lose, win.detach(), lose.detach(), beta=20.0)
+    slope = torch.autograd.grad(moved, win)[0].sum().item()
+    print(f"winner's error {change:+.2f}: loss {moved.item():.3f}, slope {slope:.2f}")
 
 # %% [markdown]
-# A pair that is already told apart pulls no more: its slope goes to 0, and beta says how soon. The
+# A pair that is already told apart (the first line) pulls no more: its slope goes to 0, and beta
+# says how soon. The
 # loss sees only differences: it falls as well when the winner's error *rises* and the loser's rises
 # more. So measure two things, the share of what you prefer among new samples, and how far the model
 # has moved from its reference; the loss alone shows neither.
@@ -639,8 +650,10 @@ plt.show()
 # - On an Ascend host: CANN and torch_npu of matching versions, then `python -m shardbook doctor`. Start
 #   with one device, fp32, the CPU's losses beside it; then bf16; then the ranks.
 # - SDPA reaches torch_npu's fused attention; for lengths that differ in a batch use
-#   `torch_npu.npu_fusion_attention` with actual sequence lengths. A bf16 Conv3d does not exist.
-# - HCCL has sum, product, min and max; no bitwise reductions. One order of groups on all ranks.
+#   `torch_npu.npu_fusion_attention` with actual sequence lengths. Try a bf16 Conv3d before you rely
+#   on it: older CANN has no such kernel.
+# - HCCL has sum, product, min and max, and torch_npu makes AVG of a sum and a division. Bitwise
+#   reductions exist on gloo only, PREMUL_SUM on NCCL. One order of groups on all ranks.
 # - Tensor parallel inside the host (HCCS, NVLink), tokens across hosts (RDMA): Ulysses while heads
 #   divide, the ring beyond.
 # - What the checker calls *slow* you measure: the profiler of torch_npu, not the one of CUDA.

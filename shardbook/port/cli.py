@@ -60,8 +60,8 @@ def show(findings: list[Finding], severity: str | None, as_json: bool) -> int:
 def as_dict(finding: Finding) -> dict:
     """A finding with its rule's words, as --json prints it."""
     rule = RULES[finding.rule]
-    words = {k: getattr(rule, k) for k in ("severity", "what", "why", "instead", "reference")}
-    return dataclasses.asdict(finding) | words
+    words = {k: getattr(rule, k) for k in ("severity", "what", "why", "reference")}
+    return dataclasses.asdict(finding) | words | {"instead": finding.instead}
 
 
 def text(findings: list[Finding]) -> str:
@@ -79,12 +79,14 @@ def text(findings: list[Finding]) -> str:
                 explained.add(rule.id)
                 lines.append(f"      what     {rule.what}")
                 lines.append(f"      why      {rule.why}")
-                lines.append(f"      instead  {rule.instead}")
+                lines.append(f"      instead  {f.instead}")
                 lines.append(f"      see      {rule.reference}")
+            elif f.instead != rule.instead:  # of this place, not of the rule
+                lines.append(f"      instead  {f.instead}")
     lines += ["", "summary"]
     for file, mine in by_file(findings).items():
         lines.append(f"  {counts(mine)}  {file}")
-    lines.append(f"  {counts(findings)}  in all, {len(by_file(findings))} files")
+    lines.append(f"  {counts(findings)}  in all, {files(len(by_file(findings)))}")
     return "\n".join(lines)
 
 
@@ -100,6 +102,11 @@ def counts(findings: list[Finding]) -> str:
     """`3 breaks, 1 wrong`."""
     number = Counter(f.severity for f in findings)
     return ", ".join(f"{number[s]} {s}" for s in SEVERITIES if number[s])
+
+
+def files(number: int) -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} file" if number == 1 else f"{number} files"
 
 
 def rewrite(paths: list[str], write: bool) -> int:
@@ -121,5 +128,5 @@ def rewrite(paths: list[str], write: bool) -> int:
             if write:
                 path.write_bytes((mark + fix.fixed(source)[0]).encode("utf-8"))
     verb = "rewritten" if write else "would change; add --write to make the changes"
-    print(f"# {changed} files {verb}", file=sys.stderr)
+    print(f"# {files(changed)} {verb}", file=sys.stderr)
     return 1 if changed and not write else 0

@@ -107,7 +107,7 @@ def used(reader, node: ast.expr, path: str, called: bool = False) -> None:
     ):
         reader.report(node, "nccl")
     elif path.startswith("torch.distributed.") and path.endswith((".BAND", ".BOR", ".BXOR",
-                         ".PREMUL_SUM")):  # fmt: skip
+                         ".PREMUL_SUM", "._make_nccl_premul_sum")):  # fmt: skip
         reader.report(node, "reduce-op")
     elif path.startswith("torch.utils.cpp_extension."):
         if path.rsplit(".", 1)[1] in ("CUDAExtension", "CUDA_HOME", "load", "load_inline"):

@@ -50,7 +50,7 @@ def _row(f: Finding) -> str:
     """One finding; everything from the file is text here, never markup."""
     rule = RULES[f.rule]
     left = ' style="text-align:left"'
-    cells = [html.escape(x) for x in (f.code[:120], rule.why, rule.instead)]
+    cells = [html.escape(x) for x in (f.code[:120], rule.why, f.instead)]
     code, why, instead = cells
     return (
         f'<tr><td>{f.line}</td><td style="color:{COLOURS[f.severity]}">{f.severity}</td>'

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .reader import Reader
-from .rules import RULES
+from .rules import ENVIRONMENT, RULES
 
 # A file that mentions none of these can hold nothing the rules know: most files of a project.
 WORTH_READING = re.compile(
     r"cud|nccl|nvidia|nvtx|flash_attn|apex|xformers|triton|float64|double|complex|polar|linspace"
     r"|torch\.ops|compile|load_library|Conv3d|conv3d|\.to\(|fork|float8|bitsandbytes|pynvml|from_numpy"
-    r"|fft|stft|sdp|ReduceOp|cpp_extension|transformer_engine|cupy|device|tensorrt|flashinfer|GPUtil|nvcc|_ssm|natten"
+    r"|fft|stft|sdp|ReduceOp|premul|cpp_extension|transformer_engine|cupy|device|tensorrt|flashinfer|GPUtil|nvcc|_ssm|natten"
     r"|num_gpus|placement_group|linalg|matrix_exp|det\(",
     re.IGNORECASE,
 )
@@ -38,6 +38,15 @@ class Finding:
     def severity(self) -> str:
         """breaks, wrong, slow or style."""
         return RULES[self.rule].severity
+
+    @property
+    def instead(self) -> str:
+        """What to write: the rule's words, or the twin of the variable that this line names."""
+        if self.rule == "cuda-env":
+            names = [name for name in ENVIRONMENT if re.search(rf"\b{name}\b", self.code)]
+            if names:
+                return ", ".join(f"{name}: {ENVIRONMENT[name]}" for name in names)
+        return RULES[self.rule].instead
 
 
 def scan_source(source: str, file: str = "<string>", always: bool = False) -> list[Finding]:

@@ -182,6 +182,9 @@ FLAGGED: dict[str, list[str]] = {
     ],
     "reduce-op": [
         "import torch.distributed as dist\ndef f(x):\n    dist.all_reduce(x, op=dist.ReduceOp.BOR)  # !",
+        "import torch.distributed as dist\ndef f(x, n):\n    dist.all_reduce(x, op=dist.ReduceOp.PREMUL_SUM(1 / n))  # !",
+        "from torch.distributed import ReduceOp as Op, all_reduce\ndef f(x, n):\n    all_reduce(x, Op.PREMUL_SUM(1 / n))  # !",
+        "import torch.distributed as dist\ndef f(x, n):\n    dist.all_reduce(x, op=dist._make_nccl_premul_sum(1 / n))  # !",
     ],
     "fork": [
         "import torch.multiprocessing as mp\nmp.set_start_method('fork')  # !",
@@ -359,7 +362,8 @@ CLEAN: dict[str, list[str]] = {
         "import torch.distributed as dist\ndef f(device):\n    dist.init_process_group(device_id=device)",
     ],
     "reduce-op": [
-        "import torch.distributed as dist\ndef f(x):\n    dist.all_reduce(x, op=dist.ReduceOp.MAX)"
+        "import torch.distributed as dist\ndef f(x):\n    dist.all_reduce(x, op=dist.ReduceOp.MAX)",
+        "import torch.distributed as dist\ndef f(x):\n    dist.all_reduce(x, op=dist.ReduceOp.AVG)",
     ],
     "fork": ["import torch.multiprocessing as mp\nmp.set_start_method('spawn')", "fork = 'fork'"],
     "cuda-library": [

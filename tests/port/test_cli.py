@@ -44,6 +44,24 @@ def test_severity_and_worse(file, capsys):
     assert [f["line"] for f in json.loads(capsys.readouterr().out)] == [2]
 
 
+def test_a_variable_is_named_with_its_twin(tmp_path, capsys):
+    path = tmp_path / "a.py"
+    path.write_text(
+        "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\nos.environ['NCCL_DEBUG'] = 'INFO'\n"
+        "os.environ['NCCL_IB_HCA'] = 'mlx5'\n"
+    )
+    assert main(["port", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "instead  CUDA_VISIBLE_DEVICES: ASCEND_RT_VISIBLE_DEVICES\n" in out
+    assert "instead  NCCL_DEBUG: ASCEND_GLOBAL_LOG_LEVEL\n" in out
+    assert "3 wrong  in all, 1 file" in out.splitlines()[-1]
+    assert main(["port", "--json", str(path)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [f["instead"].split(":")[0] for f in found[:2]] == ["CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"]
+    assert found[2]["instead"].startswith("its Ascend twin, where there is one")
+    assert "CUDA_VISIBLE_DEVICES: ASCEND_RT_VISIBLE_DEVICES" in sb.port.report(path)._repr_html_()
+
+
 def test_nothing_found(tmp_path, capsys):
     (tmp_path / "a.py").write_text("x = 1\n")
     assert main(["port", str(tmp_path)]) == 0
@@ -74,7 +92,9 @@ def test_fix_shows_a_diff_and_writes_only_when_told(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(SAFE)
     assert main(["port", "--fix", str(path)]) == 1
-    shown = capsys.readouterr().out
+    said = capsys.readouterr()
+    assert said.err.startswith("# 1 file would change")
+    shown = said.out
     assert "-    th.cuda.synchronize()\n+    th.accelerator.synchronize()\n" in shown
     assert "-    return device, th.cuda.device_count()\n" in shown
     assert path.read_text() == SAFE

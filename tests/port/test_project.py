@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from shardbook.port.project import modules
 from shardbook.port.rules import RULES
 from shardbook.port.scan import scan
 
@@ -66,6 +68,19 @@ def test_the_unported_project_stops_where_the_checker_said():
         assert error, f"{part} ran on an NPU"
         assert (file, line) in places, (part, error, file, line)
     assert len({(file, line) for *_, file, line in stops}) > 12
+
+
+def test_the_port_gives_each_rank_a_device_of_its_own(monkeypatch):
+    device = modules(CHAPTER / "ported_project", "device").device
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+        patch.setattr(torch.accelerator, "device_count", lambda: 2)
+        patch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+        assert [device.pick(r) for r in (0, 1)] == [torch.device("cuda", r) for r in (0, 1)]
+        with pytest.raises(RuntimeError, match="local rank 2 has no cuda of its own, there are 2"):
+            device.pick(2)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+        assert device.pick(7).type == "cpu"  # ranks share it
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -18,7 +18,15 @@ def pick(local_rank: int = 0) -> torch.device:
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return torch.device("cpu")
-    device = torch.device(found.type, local_rank % torch.accelerator.device_count())
+    devices = torch.accelerator.device_count()
+    if local_rank >= devices:
+        # No `local_rank % devices`: two ranks on one card halve its memory, and NCCL refuses them
+        # ("Duplicate GPU detected"). Only the CPU is shared.
+        raise RuntimeError(
+            f"local rank {local_rank} has no {found.type} of its own, there are {devices}: start "
+            f"{devices} ranks a host, or pick(0) where a launcher shows each rank one card only"
+        )
+    device = torch.device(found.type, local_rank)
     torch.accelerator.set_device_index(device)
     return device
 
