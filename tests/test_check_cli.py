@@ -313,3 +313,16 @@ def test_every_chapter_with_checks_has_a_module():
     for chapter in CHAPTERS:
         names = exercises(chapter)
         assert len(names) == len(set(names))
+
+
+def test_a_name_that_is_imported_from_the_library_is_no_answer(tmp_path, capsys):
+    file = tmp_path / "answers.py"
+    file.write_text("from shardbook.tensors import split_heads\n")
+    assert main(["check", "11", str(file), "--exercise", "split_heads"]) == 2
+    assert "imports split_heads from shardbook.tensors" in capsys.readouterr().out
+
+
+def test_who_reads_our_output_may_stop_early():
+    command = f"{sys.executable} -m shardbook doctor | head -c 1"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr

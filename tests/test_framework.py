@@ -8,7 +8,7 @@ import torch
 
 import shardbook as sb
 from shardbook import progress
-from shardbook.checks import communication, framework
+from shardbook.checks import communication, expert_parallel, framework, tensor_parallel
 from shardbook.checks.framework import Report, Wrong, check, close, refuses, same, unchanged
 
 
@@ -217,7 +217,8 @@ def test_refuses_wants_the_error_and_a_sentence():
     refuses(raises(ValueError("7 rows do not divide by 2")), 1, what="7 rows")
     for answer, says in [
         (lambda x: x, "was accepted"),
-        (raises(ValueError("no")), "has no message"),
+        (raises(ValueError()), "has no message"),
+        (raises(ValueError("no")), "has the message 'no', too short"),
         (raises(TypeError("a long enough message")), "raised TypeError"),
     ]:
         with pytest.raises(Wrong, match=says):
@@ -271,3 +272,10 @@ def test_the_notebook_check_tells_progress(monkeypatch, capsys):
 def test_predict(predicted, measured, says, capsys):
     sb.predict("bytes", predicted, measured, unit="B")
     assert says in capsys.readouterr().out
+
+
+def test_an_answer_without_return_is_told_so():
+    for judge in (expert_parallel.apply_capacity, tensor_parallel.copy_to_group):
+        found = judge.examine(lambda *args, **options: None, first_only=True)
+        assert found.status == "wrong"
+        assert "came back as None: is a return missing?" in "\n".join(found.lines())

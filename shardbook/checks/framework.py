@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import numbers
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +115,14 @@ class Report:
             wrong = [e for e in getattr(error, "causes", {}).values() if isinstance(e, Wrong)]
             if wrong:
                 raise wrong[0] from error
+            first = _text(error).partition("\n")[0]
+            own = f"({os.path.basename(fn.__code__.co_filename)}:"
+            if "'NoneType' object" in first and own in first:  # raised by the check's own line
+                raise Wrong(f"{NOTHING} ({first[first.index(own) + 1 :]}") from error
             raise
+
+
+NOTHING = "something came back as None: is a return missing?"
 
 
 def _hung(error: BaseException) -> bool:
@@ -145,10 +153,18 @@ def _text(error: BaseException) -> str:
 
 def _say(error: BaseException) -> str:
     text = _text(error)
-    if not isinstance(error, (Wrong, RankError)):
+    if "'NoneType' object" in text and _in_a_check(error):
+        text = NOTHING
+    elif not isinstance(error, (Wrong, RankError)):
         text = f"raised {type(error).__name__}: {text.splitlines()[0] if text else '(no message)'}"
     text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= 2000 else f"{text[:2000]} … ({len(text):,} characters)"
+
+
+def _in_a_check(error: BaseException) -> bool:
+    """Whether it was raised by a line of a check and not of what it examines."""
+    frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("shardbook.checks.")
 
 
 def check(exercise: str) -> Callable:
