@@ -5,22 +5,24 @@ from torch import Tensor, nn
 
 from ..device import device
 from .framework import check, close, expect, random, refuses, same, unchanged
+from .groups import held, tensors_of
 
 B, HKV, D = 3, 2, 5
 
 
-def _new(answer, max_len: int, batch: int = B):
-    return answer(batch, HKV, max_len, D, torch.float32, device())
+def _new(answer, max_len: int, batch: int = B, dtype: torch.dtype = torch.float32):
+    return answer(batch, HKV, max_len, D, dtype, device())
 
 
-def _held(cache) -> int:
-    """Elements of all tensors that the cache object holds."""
-    seen: dict = {}
-    for value in vars(cache).values():
-        for t in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(t, Tensor) and t.is_floating_point():
-                seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // 4
-    return sum(seen.values())
+def _room(max_len: int, itemsize: int = 4) -> int:
+    """Bytes of keys and values, with room for lengths and for one table of places a row."""
+    return 2 * B * HKV * max_len * D * itemsize + 8 * B * (max_len + 2)
+
+
+def _places(cache) -> set[int]:
+    """Where the memory of keys and values lies, whatever kind of object the cache is."""
+    tensors = [t for t in tensors_of(cache) if t.is_floating_point() and t.numel()]
+    return {t.untyped_storage().data_ptr() for t in tensors}
 
 
 def _lengths(cache) -> list[int]:
@@ -80,23 +82,21 @@ def kv_cache(answer, report):
         "it holds room for max_len tokens, once",
         hint="torch.cat at every step keeps old copies alive and copies everything again",
     ):
-        cache = _new(answer, 11)
-        room = 2 * B * HKV * 11 * D
-        for at in range(9):
-            cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
+        for dtype in (torch.float32, torch.bfloat16):
+            new_k, new_v = k.to(dtype), v.to(dtype)
+            cache, room = _new(answer, 11, dtype=dtype), _room(11, dtype.itemsize)
+            for at in range(9):
+                cache.append(new_k[:, :, at : at + 1], new_v[:, :, at : at + 1])
+                expect(
+                    held(cache) <= room,
+                    f"the cache holds {held(cache)} bytes in {dtype}, expected at most {room}",
+                )
+            first = _places(cache)
+            cache.append(new_k[:, :, 9:10], new_v[:, :, 9:10])
+            expect(bool(first), "the cache holds no tensors")
             expect(
-                _held(cache) <= room,
-                f"the cache holds {_held(cache)} elements, expected at most {room}",
+                first == _places(cache), "append moved the whole cache to new memory for one token"
             )
-        first = {
-            t.data_ptr() for t in vars(cache).values() if isinstance(t, Tensor) and t.dim() > 1
-        }
-        cache.append(k[:, :, 9:10], v[:, :, 9:10])
-        after = {
-            t.data_ptr() for t in vars(cache).values() if isinstance(t, Tensor) and t.dim() > 1
-        }
-        expect(bool(first), "the cache holds no tensors")
-        expect(first == after, "append moved the whole cache to new memory for one token")
     with report.property(
         "it keeps the dtype it was made with, and no graph",
         hint="a cache of tensors that require grad keeps every step's graph alive",
@@ -105,10 +105,10 @@ def kv_cache(answer, report):
         keys, _ = low.append(k[:, :, :2].bfloat16(), v[:, :, :2].bfloat16())
         same(keys.dtype, torch.bfloat16, "the dtype")
         cache = _new(answer, 4)
-        leaf = k[:, :, :2].clone().requires_grad_()
-        cache.append(leaf * 2, v[:, :, :2])
-        held = [t for t in vars(cache).values() if isinstance(t, Tensor)]
-        expect(not any(t.requires_grad for t in held), "the cache holds tensors with a graph")
+        leaves = [t[:, :, :2].clone().requires_grad_() for t in (k, v)]
+        cache.append(*[leaf * 2 for leaf in leaves])
+        graphs = any(t.requires_grad for t in tensors_of(cache))
+        expect(not graphs, "the cache holds tensors with a graph")
 
 
 # ---- cached_attention
@@ -200,6 +200,8 @@ class _Toy(nn.Module):
     def __init__(self, vocab: int = 13, dim: int = 8, layers: int = 2, limit: int = 64):
         super().__init__()
         self.limit, self.calls = limit, []
+        self.rooms: list = []  # the lengths of the caches that were asked for
+        self.recorded = False  # whether a call would have recorded a graph
 
         def weight(*shape, seed):
             return nn.Parameter(random(*shape, seed=seed), requires_grad=False)
@@ -209,10 +211,13 @@ class _Toy(nn.Module):
         self.out = weight(dim, vocab, seed=13)
 
     def new_cache(self, batch: int, max_len: int):
+        self.rooms.append(max_len)
         return _Room(len(self.mix), batch, max_len, self.embed.shape[1], self.embed.device)
 
     def forward(self, tokens: Tensor, cache=None) -> Tensor:
         self.calls.append(tuple(tokens.shape))
+        self.recorded |= torch.is_grad_enabled()
+        expect(int(tokens.min()) >= 0, "the model was given a -1, which is padding and no token")
         cache = cache or self.new_cache(*tokens.shape)
         start, new = cache.length.clone(), tokens.shape[1]
         if int(start.max()) + new > cache.max_len:
@@ -303,16 +308,28 @@ def generate(answer, report):
         _generates(answer, _prompt(4, 5, [0, 1, 0, 3], 11), 9, 0)  # 0 is a token like others
     with report.property(
         "prefill once, then one token a step",
-        hint="the cache is there so that old tokens are not computed again",
+        hint="the cache is there so that old tokens are not computed again; it needs room for the "
+        "prompt and the new tokens",
     ):
         model = _Toy().to(device())
         answer(model, _prompt(2, 5, [0, 0], 7), 6)
-        seen = sum(s for _, s in model.calls)
         expect(
             model.calls[0] == (2, 5) and all(s == 1 for _, s in model.calls[1:]),
             f"the model was called with lengths {[s for _, s in model.calls]}, expected 5, 1, 1, …",
         )
-        expect(seen <= 5 + 6, f"the model computed {seen} positions, expected at most 11")
+        for pads, eos in (([0, 0], None), ([0, 3], None), ([0, 0], 12)):
+            model = _Toy().to(device())
+            answer(model, _prompt(2, 5, pads, 7), 6, eos)
+            seen, room = sum(b * s for b, s in model.calls), max(model.rooms, default=0)
+            what = "for 2 rows of 5 and 6 tokens"
+            expect(seen <= 22, f"the model computed {seen} positions {what}, expected at most 22")
+            expect(room <= 12, f"it asked for a cache of {room} positions, expected at most 12")
+    with report.property(
+        "no gradient is recorded", hint="torch.no_grad: a graph over all steps fills the memory"
+    ):
+        model = _Toy().to(device())
+        answer(model, _prompt(2, 5, [0, 1], 9), 4)
+        expect(not model.recorded, "the model was called while gradients are recorded")
     with report.property(
         "no new tokens asked for: the prompt comes back", hint="a loop that runs zero times"
     ):
@@ -375,11 +392,17 @@ def sliding_window_append(answer, report):
         hint="look at the chunk's length before you write",
     ):
         for before in (0, 2, 5):
-            cache = _Store(5)
-            if before:
-                cache.append(k[:, :, :before], v[:, :, :before])
-            keys, _ = push(cache, before, 12, 5)
-            close(keys, k[:, :, before + 7 : before + 12].cpu(), f"keys after {before} and 12", 0.0)
+            for n in (5, 12):
+                cache = _Store(5)
+                if before:
+                    cache.append(k[:, :, :before], v[:, :, :before])
+                # what is stored shows in what one more token leaves
+                for at, more in ((before, n), (before + n, 1)):
+                    got, end = push(cache, at, more, 5), at + more
+                    what = f"after {before} and {n}" + (" and 1" if more == 1 else "")
+                    close(got[0], k[:, :, end - 5 : end].cpu(), f"keys {what}", 0.0)
+                    close(got[1], v[:, :, end - 5 : end].cpu(), f"values {what}", 0.0)
+                    same(_lengths(cache), [5] * B, f"length {what}")
     with report.property(
         "rows of different lengths slide each by itself",
         hint="one row may be full while another has room",
@@ -387,11 +410,14 @@ def sliding_window_append(answer, report):
         cache = _Store(6)
         cache.append(k[:, :, :6], v[:, :, :6])
         cache.truncate(torch.tensor([6, 1, 4], device=device()))
-        keys, _ = push(cache, 10, 3, 6)
-        same(_lengths(cache), [6, 4, 6], "length")
-        for row, length in enumerate((6, 1, 4)):
-            want = torch.cat([k[row, :, :length], k[row, :, 10:13]], dim=1)[:, -6:].cpu()
-            close(keys[row, :, : want.shape[1]], want, f"the keys of row {row}", 0.0)
+        for end in (13, 14):  # three tokens, then one more
+            got = push(cache, 10, 3, 6) if end == 13 else push(cache, 13, 1, 6)
+            same(_lengths(cache), [min(6, n + end - 10) for n in (6, 1, 4)], "length")
+            for row, length in enumerate((6, 1, 4)):
+                for name, have, all_ in (("keys", got[0], k), ("values", got[1], v)):
+                    want = torch.cat([all_[row, :, :length], all_[row, :, 10:end]], dim=1)
+                    want = want[:, -6:].cpu()
+                    close(have[row, :, : want.shape[1]], want, f"the {name} of row {row}", 0.0)
     with report.property(
         "the cache never grows past its window",
         hint="max_len is the window: write in place of the oldest",
@@ -399,8 +425,8 @@ def sliding_window_append(answer, report):
         cache = _Store(5)
         for at in range(0, 30, 3):
             push(cache, at, 3, 5)
-            room = 2 * B * HKV * 5 * D
-            expect(_held(cache) <= room, f"it holds {_held(cache)} elements, expected {room}")
+            room = _room(5)
+            expect(held(cache) <= room, f"it holds {held(cache)} bytes, expected at most {room}")
 
 
 @check("kv_cache_bytes")

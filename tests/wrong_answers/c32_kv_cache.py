@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from shardbook.attention import cache
 from tests.wrong_answers import right, wrong
@@ -36,6 +37,58 @@ class RowByRow:
 
     def truncate(self, lengths):
         self.length = torch.as_tensor(lengths, device=self.length.device).long().clone()
+
+
+@right("KVCache")
+class AModuleWithBuffers(nn.Module):
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        for name, tensor in vars(RowByRow(*args, **kwargs)).items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    append, truncate = RowByRow.append, RowByRow.truncate
+
+
+@right("KVCache")
+class AListOfTwo(RowByRow):
+    k = property(lambda self: self.room[0], lambda self, t: setattr(self, "room", [t, None]))
+    v = property(lambda self: self.room[1], lambda self, t: self.room.__setitem__(1, t))
+
+
+@right("KVCache")
+class WithSlots:
+    __slots__ = ("k", "length", "v")
+    __init__, append, truncate = RowByRow.__init__, RowByRow.append, RowByRow.truncate
+
+
+@wrong("KVCache", says="bytes in torch.bfloat16")
+class Fp32Inside(RowByRow):
+    """Twice the memory in bf16, converted on the way out."""
+
+    def __init__(self, batch, num_kv_heads, max_len, head_dim, dtype=torch.float32, device=None):
+        super().__init__(batch, num_kv_heads, max_len, head_dim, torch.float32, device)
+        self.dtype = dtype
+
+    def append(self, k, v):
+        return tuple(t.to(self.dtype) for t in super().append(k, v))
+
+
+@wrong("KVCache", says="graph")
+class KeepsTheGraphOfValues(RowByRow):
+    def append(self, k, v):
+        n, at = k.shape[2], int(self.length.max())
+        keys, _ = super().append(k, v)
+        if v.requires_grad:
+            self.v = torch.cat([self.v[:, :, :at], v, self.v[:, :, at + n :]], dim=2)
+        return keys, self.v[:, :, : at + n]
+
+
+@wrong("KVCache", says="holds")
+class KeepsWhatItWasGiven(RowByRow):
+    def append(self, k, v):
+        found = super().append(k, v)
+        vars(self).setdefault("log", {})[int(self.length.max())] = (k.clone(), [v])
+        return found
 
 
 @wrong("KVCache", says="keys|shape|moved|holds")
@@ -107,7 +160,7 @@ class ValuesAreKeys(RowByRow):
         return super().append(k, k)
 
 
-@wrong("KVCache", says="dtype")
+@wrong("KVCache", says="dtype|bfloat16")
 class AlwaysFp32(RowByRow):
     def __init__(self, batch, num_kv_heads, max_len, head_dim, dtype=torch.float32, device=None):
         super().__init__(batch, num_kv_heads, max_len, head_dim, torch.float32, device)
@@ -217,19 +270,19 @@ def fills_with_zero(q, keys, values, lengths, offset):
 
 
 def _generate(name, unpad=True, truncate=True, last="own", eos_stays=True, cached=True, sample=None,
-              count=0, zero_ends=True):  # fmt: skip
-    @torch.no_grad()
+              count=0, zero_ends=True, graph=False, least=0, room_for=1):  # fmt: skip
+    @torch.set_grad_enabled(graph)
     def answer(model, prompt, max_new_tokens, eos=None):
         batch, width = prompt.shape
         if max_new_tokens == 0:
             return prompt.clone()
         pad = (prompt < 0).sum(1)
         lengths = width - pad
-        tokens = prompt.clamp(min=0)
+        tokens = prompt.clamp(min=least)
         if unpad:
-            rows = [torch.cat([r[p:], r.new_zeros(p)]) for r, p in zip(tokens, pad, strict=True)]
+            rows = [torch.cat([r[p:], r[:p]]) for r, p in zip(tokens, pad, strict=True)]
             tokens = torch.stack(rows)
-        room = model.new_cache(batch, width + max_new_tokens + 1)
+        room = model.new_cache(batch, room_for * (width + max_new_tokens + 1))
         logits = model(tokens, room)
         if truncate and unpad:
             room.truncate(lengths)
@@ -262,6 +315,16 @@ wrong("generate", says="row")(_generate("token_0_never_ends", zero_ends=False))
 wrong("generate", says="called with")(_generate("prompt_again_every_step", cached=False))
 wrong("generate", says="new tokens")(_generate("takes_the_least_likely", sample="min"))
 wrong("generate", says="shape")(_generate("one_token_too_many", count=1))
+wrong("generate", says="gradients are recorded")(_generate("with_a_graph", graph=True))
+wrong("generate", says="padding and no token")(_generate("padding_goes_in", least=-1))
+wrong("generate", says="asked for a cache of")(_generate("far_too_much_room", room_for=100))
+
+
+@wrong("generate", says="prefill once.*computed")
+def padded_prompts_without_a_cache(model, prompt, max_new_tokens, eos=None):
+    padded = bool((prompt < 0).any())
+    answer = without_a_cache if padded else cache.generate
+    return answer(model, prompt, max_new_tokens, eos)
 
 
 @wrong("generate", says="called with")
@@ -348,6 +411,34 @@ def all_rows_alike(room, k, v, window):
         room.values = F.pad(room.values[:, :, drop:], (0, 0, 0, drop))
         room.length = (room.length - drop).clamp(min=0)
     return room.append(k, v)
+
+
+@wrong("sliding_window_append", says="length after")
+def long_chunks_are_not_stored(room, k, v, window):
+    if k.shape[2] >= window:
+        return k[:, :, -window:], v[:, :, -window:]
+    return one_row_at_a_time(room, k, v, window)
+
+
+@wrong("sliding_window_append", says="values after 0 and 12")
+def long_chunks_keep_the_start_of_values(room, k, v, window):
+    if k.shape[2] >= window:
+        room.truncate(0)
+        return room.append(k[:, :, -window:], v[:, :, :window])
+    return one_row_at_a_time(room, k, v, window)
+
+
+@wrong("sliding_window_append", says="the values of row")
+def values_slide_by_the_longest_row(room, k, v, window):
+    top = int(room.length.max())
+    moved = torch.stack(
+        [
+            row.roll(n - top, dims=1)
+            for row, n in zip(room.values, room.length.tolist(), strict=True)
+        ]
+    )
+    room.values = moved
+    return one_row_at_a_time(room, k, v, window)
 
 
 # formulas
