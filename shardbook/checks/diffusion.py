@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..device import device
 from .framework import check, close, expect, random, refuses, same, unchanged
+from .groups import held
 
 
 class _Dtypes(TorchDispatchMode):
@@ -101,6 +102,19 @@ def modulate(answer, report):
         shift, scale = random(4, 6, seed=5), random(4, 6, seed=6)
         got = answer(*[t.to(device()) for t in (x, shift, scale)])
         close(got, x * (1 + scale[:, None]) + shift[:, None], "the result for B = S")
+    with report.property(
+        "x, shift and scale get their gradients",
+        hint="the condition is learned: nothing may leave the graph",
+    ):
+        leaves = [t.to(device()).requires_grad_() for t in (x, shift, scale)]
+        weight = random(4, 4, 6, seed=7)
+        out = (answer(*leaves) * weight.to(device())).sum()
+        expect(out.requires_grad, "the result has no graph")
+        got = torch.autograd.grad(out, leaves, allow_unused=True)
+        wanted = weight * (1 + scale[:, None]), weight.sum(1), (weight * x).sum(1)
+        for name, g, want in zip(("x", "shift", "scale"), got, wanted, strict=True):
+            expect(g is not None, f"no gradient reaches {name}")
+            close(g, want, f"the gradient of {name}")
 
 
 # ---- DiTBlock
@@ -133,9 +147,9 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def block_by_formula(
     block: nn.Module, x: Tensor, c: Tensor, heads: int, rope: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """The block in float64 on the host, from its parameters, in plain steps."""
-    p = {n: t.detach().cpu().double() for n, t in block.named_parameters()}
-    x, c = x.double(), c.double()
+    """The block in float64 on the host, from its parameters, in plain steps; with its graph."""
+    p = {n: t.cpu().double() for n, t in block.named_parameters()}
+    x, c = x.cpu().double(), c.cpu().double()
 
     def norm(h):
         mean = h.mean(-1, keepdim=True)
@@ -188,13 +202,16 @@ def dit_block(answer, report):
     ):
         for heads, ratio in ((3, 2.5), (2, 4.0), (1, 1.0)):
             block = fill(answer(12, heads, ratio)).to(where)
+            before = held(block)
             got = block(x.to(where), c.to(where))
             close(got, block_by_formula(block, x, c, heads), f"the output with {heads} heads", 3e-5)
+            kept = held(block) - before
+            expect(kept <= 0, f"a call leaves {kept} bytes in the block, which every step adds to")
+    angle = random(7, 2, seed=3).repeat_interleave(2, dim=1)
     with report.property(
         "rope turns queries and keys, not values",
         hint="apply the tables after the split into heads, before attention",
     ):
-        angle = random(7, 2, seed=3).repeat_interleave(2, dim=1)
         rope = angle.cos(), angle.sin()
         block = fill(answer(12, 3)).to(where)
         got = block(x.to(where), c.to(where), rope=tuple(r.to(where) for r in rope))
@@ -202,12 +219,24 @@ def dit_block(answer, report):
     with report.property(
         "every parameter, x and c get a gradient", hint="nothing may leave the graph"
     ):
-        block = fill(answer(12, 3)).to(where)
-        leaves = [x.to(where).requires_grad_(), c.to(where).requires_grad_()]
-        (block(*leaves) * random(2, 7, 12, seed=4).to(where)).sum().backward()
-        none = [n for n, p in block.named_parameters() if p.grad is None or not p.grad.any()]
-        expect(not none, f"no gradient reaches {none}")
-        expect(all(t.grad is not None for t in leaves), "no gradient reaches x or c")
+        weight = random(2, 7, 12, seed=4)
+        for rope in (None, (angle.cos(), angle.sin())):
+            block = fill(answer(12, 3)).to(where)
+            leaves = {"x": x.to(where).requires_grad_(), "c": c.to(where).requires_grad_()}
+            leaves |= dict(block.named_parameters())
+            given = leaves["x"], leaves["c"]
+            out = block(*given, rope=rope and tuple(r.to(where) for r in rope))
+            exact = block_by_formula(block, *given, 3, rope)
+            both = (out * weight.to(where)).sum(), (exact * weight).sum()
+            got, wanted = (
+                torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+                for total in both
+            )
+            where_to = "with rope" if rope else "without rope"
+            none = [n for n, g in zip(leaves, got, strict=True) if g is None or not g.any()]
+            expect(not none, f"no gradient reaches {none} {where_to}")
+            for name, g, want in zip(leaves, got, wanted, strict=True):
+                close(g, want.cpu(), f"the gradient of {name} {where_to}", 1e-4)
     with report.property(
         "attention goes through F.scaled_dot_product_attention",
         hint="then every device takes its own fused kernel, and chapter 44 can spread it",
@@ -228,9 +257,11 @@ class _Asked(nn.Module):
     def __init__(self):
         super().__init__()
         self.asked: list = []
+        self.recorded = False  # whether a call would have recorded a graph
         self.weight = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x, t, labels):
+        self.recorded |= torch.is_grad_enabled()
         self.asked.append((x.detach().cpu().clone(), t.detach().cpu().clone(), labels.cpu()))
         shape = [-1] + [1] * (x.dim() - 1)
         return self.weight * torch.sin(x) + 0.1 * t.float().view(shape) + 0.01 * labels.view(shape)
@@ -258,6 +289,7 @@ def _loss(answer, x, labels, noise, t, *more):
 
 def _judge_loss(model, got, x_t, target, t, labels, what: str) -> None:
     same(len(model.asked), 1, f"the number of times the model was called ({what})")
+    expect(model.training, "the loss takes the model out of training mode, in which it was")
     asked, asked_t, asked_labels = model.asked[0]
     close(asked, x_t, f"x_t ({what})")
     close(asked_t.float(), t.float(), f"the t that the model was given ({what})")
@@ -341,7 +373,7 @@ def _euler(noise, labels, steps, guidance, null):
 @check("euler_sample")
 def euler_sample(answer, report):
     """From noise to data."""
-    _, noise, labels = _case((4, 3, 5), 40)
+    _, noise, labels = _case((5, 6, 2), 40)
     where = device()
     with report.property(
         "equal steps from t=1 to t=0 along minus the velocity",
@@ -363,24 +395,28 @@ def euler_sample(answer, report):
     with report.property(
         "t is one fp32 number a sample", hint="a tensor [B], not a Python float, not float64"
     ):
-        model = _Asked().to(where)
-        answer(model, noise.to(where), labels.to(where), 2)
-        same(tuple(model.asked[0][1].shape), (4,), "the shape of t")
-        same(model.asked[0][1].dtype, torch.float32, "the dtype of t")
+        for dtype in (torch.float32, torch.bfloat16):
+            model = _Asked().to(where)
+            answer(model, noise.to(where, dtype), labels.to(where), 2)
+            same(tuple(model.asked[0][1].shape), (5,), f"the shape of t for noise in {dtype}")
+            same(model.asked[0][1].dtype, torch.float32, f"the dtype of t for noise in {dtype}")
     with report.property(
         "guidance: uncond + g (cond - uncond), from one batched call a step",
         hint="stack both halves along the batch; null_label 0 is a label like any other",
     ):
-        for null in (10, 0):
+        for g, null in ((2.5, 10), (2.5, 0), (0.5, 10), (0.0, 10)):
             model = _Asked().to(where)
-            got = answer(model, noise.to(where), labels.to(where), 5, 2.5, null)
-            close(got, _euler(noise, labels, 5, 2.5, null), f"the sample, null label {null}")
+            got = answer(model, noise.to(where), labels.to(where), 5, g, null)
+            what = f"the sample, guidance {g}, null label {null}"
+            close(got, _euler(noise, labels, 5, g, null), what)
             same(len(model.asked), 5, "the number of model calls for 5 guided steps")
     with report.property(
         "no gradient is recorded", hint="torch.no_grad: a graph over all steps fills the memory"
     ):
-        got = answer(_Asked().to(where), noise.to(where), labels.to(where), 3)
+        model = _Asked().to(where)
+        got = answer(model, noise.to(where), labels.to(where), 3)
         expect(not got.requires_grad, "the sample requires grad")
+        expect(not model.recorded, "the model was called while gradients are recorded")
     with report.property(
         "ValueError for guidance without a null label", hint="only guidance 1 needs none"
     ):

@@ -103,6 +103,11 @@ def shift_forgotten(x, shift, scale):
     return x * (1 + scale[:, None])
 
 
+@wrong("modulate", says="gradient reaches shift")
+def condition_detached(x, shift, scale):
+    return dit.modulate(x, shift.detach(), scale.detach())
+
+
 # DiTBlock
 
 
@@ -229,6 +234,50 @@ class BlockWithAttentionByHand(dit.DiTBlock):
         self.attn = _ByHand(dim, num_heads)
 
 
+def _block_that_loses(name, stats=False, stream=False, scale=False, keys=False):
+    """A block of right values whose gradient is cut somewhere."""
+
+    def norm(h):
+        mean, var = h.mean(-1, keepdim=True), h.var(-1, keepdim=True, unbiased=False)
+        mean, var = (mean.detach(), var.detach()) if stats else (mean, var)
+        return (h - mean) * torch.rsqrt(var + 1e-6)
+
+    class Block(dit.DiTBlock):
+        def forward(self, x, c, rope=None):
+            six = self.adaLN_modulation(c).chunk(6, 1)
+            turned = rope
+            if keys and rope is not None:
+                turned = None
+                self.attn.forward = lambda h: attend(self.attn, h, rope)
+            h = dit.modulate(norm(x), *six[:2])
+            h = self.attn(h) if turned is None else self.attn(h, turned)
+            x = (x.detach() if stream else x) + six[2][:, None] * h
+            h = dit.modulate(norm(x), six[3], six[4].detach() if scale else six[4])
+            return x + six[5][:, None] * self.mlp(h)
+
+    def attend(attn, h, rope):
+        q, k, v = attn.qkv(h).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = dit.apply_rope(q, *rope), dit.apply_rope(k.detach(), *rope)
+        return attn.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    Block.__name__ = name
+    return Block
+
+
+right("DiTBlock")(_block_that_loses("BlockWithANormOfItsOwn"))
+for _name, _where in (("stats", "x"), ("stream", "x"), ("scale", "c"), ("keys", ".* with rope")):
+    wrong("DiTBlock", says=f"the gradient of {_where}")(
+        _block_that_loses(f"BlockDetaches_{_name}", **{_name: True})
+    )
+
+
+@wrong("DiTBlock", says="a call leaves")
+class BlockKeepsItsActivations(dit.DiTBlock):
+    def forward(self, x, c, rope=None):
+        self.seen = [*getattr(self, "seen", []), x]
+        return super().forward(x, c, rope)
+
+
 # flow_matching_loss
 
 
@@ -263,6 +312,11 @@ _flow("same_t_for_all", "one t a", path=lambda x, n, t: (1 - t[:1]) * x + t[:1] 
 def without_gradient(model, x, labels, noise, t):
     with torch.no_grad():
         return diffusion.flow_matching_loss(model, x, labels, noise, t)
+
+
+@wrong("flow_matching_loss", says="training mode")
+def without_dropout(model, x, labels, noise, t):
+    return diffusion.flow_matching_loss(model.eval(), x, labels, noise, t)
 
 
 # ddpm_loss
@@ -324,7 +378,7 @@ def _euler(name, says, time=lambda i, n: 1 - i / n, sign=-1, mix=None, needs=Tru
             raise ValueError("guidance needs a null label")
         x = noise
         for i in range(steps):
-            t = torch.full((len(x),), time(i, steps), dtype=dtype, device=x.device)
+            t = torch.full((len(x),), time(i, steps), dtype=dtype or x.dtype, device=x.device)
             v = model(x, t, labels)
             guide = null_label if truthy else null_label is not None
             if guidance != 1 and guide:
@@ -344,6 +398,33 @@ _euler("two_calls_a_step", "batched|number of model calls")
 _euler("guides_from_the_condition", "uncond", mix=lambda r, v, g: v + g * (v - r))
 _euler("null_label_0_is_no_label", "label like any other|batched", truthy=True)
 _euler("t_in_float64", "fp32|float64", dtype=torch.float64)
+_euler("t_in_the_dtype_of_the_noise", "dtype of t for noise in torch.bfloat16", dtype=None)
+
+
+@wrong("euler_sample", says="gradients are recorded")
+def detached_at_the_end_only(*args):
+    return keeps_the_graph(*args).detach()
+
+
+@wrong("euler_sample", says="guidance 0.5")
+def no_guidance_below_1(model, noise, labels, steps, guidance=1.0, null_label=None):
+    guidance = max(1.0, guidance)
+    return diffusion.euler_sample(model, noise, labels, steps, guidance, null_label)
+
+
+@wrong("euler_sample", says="guidance 2.5.*off by")
+@torch.no_grad()
+def guides_three_channels_only(model, noise, labels, steps, guidance=1.0, null_label=None):
+    """As public DiT code does, whose latents have four channels."""
+    if guidance == 1 or null_label is None:
+        return diffusion.euler_sample(model, noise, labels, steps, guidance, null_label)
+    x, both = noise, torch.cat([labels, torch.full_like(labels, null_label)])
+    for i in range(steps):
+        t = torch.full((2 * len(x),), 1 - i / steps, device=x.device)
+        v, rest = model(torch.cat([x, x]), t, both).chunk(2)
+        eps = rest[:, :3] + guidance * (v[:, :3] - rest[:, :3])
+        x = x - torch.cat([eps, v[:, 3:]], dim=1) / steps
+    return x
 
 
 @wrong("euler_sample", says="gradient")
