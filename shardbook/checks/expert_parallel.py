@@ -164,20 +164,35 @@ def _tokens(rank: int) -> Tensor:
     return random(TOKENS[rank], D, seed=10 + rank)
 
 
-def _choices(rank: int, skew: bool, dropped: bool = True) -> Tensor:
+def _choices(rank: int, skew: bool, k: int = K) -> Tensor:
     t = TOKENS[rank]
     if skew:
-        experts = torch.tensor([[0, 1]]).repeat(t, 1)  # everything to the first rank
+        experts = torch.tensor([[0, 1, 2]]).repeat(t, 1)  # everything to the first rank
     else:
         first = (random(t, 1, seed=20 + rank) * 100).long().abs() % E
-        experts = torch.cat([first, (first + 1 + torch.arange(t)[:, None]) % E], dim=1)
-    if dropped and t:
+        second = first + 1 + torch.arange(t)[:, None]
+        experts = torch.cat([first, second, second + 3], dim=1) % E
+    if t:
         experts[t // 2, 1] = -1
-    return experts
+    return experts[:, :k]
 
 
 def _scale(expert: int) -> float:
     return 1.0 + 0.5 * expert
+
+
+PLAIN = [(torch.float32, K), (torch.bfloat16, K), (torch.float32, 1), (torch.float32, 3)]
+
+
+def _plain_out(dispatch, rank: int, group, skew: bool) -> list:
+    """(dtype, k, counts, rows) without gradients: as they go in evaluation."""
+    found = []
+    for dtype, k in PLAIN:
+        x = _tokens(rank).to(device(), dtype)
+        with torch.no_grad():
+            rows, state = dispatch(x, _choices(rank, skew, k).to(device()), E, group)
+        found.append((dtype, k, [int(c) for c in state.counts], rows.cpu()))
+    return found
 
 
 def _out(dispatch, skew: bool):
@@ -193,10 +208,14 @@ def _out(dispatch, skew: bool):
         counts = [int(c) for c in state.counts]
         what = "received carries no gradient: the rows were detached on their way"
         expect(received.requires_grad or not len(received), what)
-        (received * _factors(counts, size, rank)).sum().backward()
+        scaled = (received * _factors(counts, size, rank)).sum()
+        with calls.record() as back:
+            scaled.backward()
         dx = torch.zeros_like(x) if x.grad is None else x.grad
         kept = torch.equal(before, experts)
-        results.append((size, rank, counts, received.detach().cpu(), dx.cpu(), log, kept))
+        plain = _plain_out(dispatch, rank, group, skew)
+        found = (counts, received.detach().cpu(), dx.cpu(), plain, log, list(back), kept)
+        results.append((size, rank, *found))
     return results
 
 
@@ -218,32 +237,48 @@ def _and_home(combine, dispatch, skew: bool):
             y = combine(outputs, weights, state, group)
         log = list(log)
         pull = random(TOKENS[rank], D, seed=40 + rank).to(device())
-        grads = torch.autograd.grad((y * pull).sum(), (x, weights), allow_unused=True)
+        pulled = (y * pull).sum()
+        with calls.record() as back:
+            grads = torch.autograd.grad(pulled, (x, weights), allow_unused=True)
         out = [None if t is None else t.detach().cpu() for t in (y, *grads)]
-        results.append((size, rank, out, log))
+        plain = _plain_home(combine, dispatch, size, rank, group, skew)
+        results.append((size, rank, out, plain, log, list(back)))
     return results
 
 
-def _arrivals(size: int, rank: int, skew: bool):
+def _plain_home(combine, dispatch, size: int, rank: int, group, skew: bool) -> list:
+    """(dtype, k, y) without gradients."""
+    found = []
+    for dtype, k in PLAIN:
+        x = _tokens(rank).to(device(), dtype)
+        with torch.no_grad():
+            rows, state = dispatch(x, _choices(rank, skew, k).to(device()), E, group)
+            outputs = rows * _factors([int(c) for c in state.counts], size, rank).to(dtype)
+            weights = random(TOKENS[rank], k, seed=30 + rank).to(device(), dtype)
+            found.append((dtype, k, combine(outputs, weights, state, group).cpu()))
+    return found
+
+
+def _arrivals(size: int, rank: int, skew: bool, k: int = K):
     """(rows per local expert, the rows of each local expert in any order of sources)."""
     mine = range(rank * (E // size), (rank + 1) * (E // size))
     rows = []
     for e in mine:
         found = []
         for source in range(size):
-            for token, chosen in enumerate(_choices(source, skew).tolist()):
+            for token, chosen in enumerate(_choices(source, skew, k).tolist()):
                 found += [_tokens(source)[token]] * chosen.count(e)
         rows.append(torch.stack(found) if found else torch.empty(0, D))
     return rows
 
 
-def _home(rank: int, skew: bool):
+def _home(rank: int, skew: bool, k: int = K):
     """(y, dx, dweights) of the dense loop in float64."""
     x = _tokens(rank).double().requires_grad_()
-    weights = random(TOKENS[rank], K, seed=30 + rank).double().requires_grad_()
+    weights = random(TOKENS[rank], k, seed=30 + rank).double().requires_grad_()
     y = torch.zeros(TOKENS[rank], D, dtype=torch.float64)
     rows = []
-    for token, chosen in enumerate(_choices(rank, skew).tolist()):
+    for token, chosen in enumerate(_choices(rank, skew, k).tolist()):
         parts = [weights[token, j] * _scale(e) * x[token] for j, e in enumerate(chosen) if e >= 0]
         rows.append(sum(parts) if parts else 0 * x[token])
     y = torch.stack(rows) if rows else x * 1
@@ -257,16 +292,40 @@ def _sorted_rows(rows: Tensor) -> Tensor:
     return rows[rows[:, 0].argsort()] if len(rows) else rows
 
 
+def _judge_rows(counts: list[int], rows: Tensor, want: list[Tensor], where: str) -> None:
+    same(counts, [len(w) for w in want], f"state.counts on {where}")
+    same(tuple(rows.shape), (sum(counts), D), f"the shape received on {where}")
+    for i, (got, expected) in enumerate(zip(rows.split(counts), want, strict=True)):
+        what = f"the rows of local expert {i} on {where}"
+        close(_sorted_rows(got), _sorted_rows(expected), what)
+
+
+def _named(dtype: torch.dtype, k: int, where: str) -> str:
+    return f"{where}, {str(dtype).removeprefix('torch.')}, {k} choices, without gradients"
+
+
+def _judge_plain_arrivals(values, skew: bool) -> None:
+    for results in values:
+        for size, rank, *_, plain, _, _, _ in results:
+            for dtype, k, counts, rows in plain:
+                want = [w.to(dtype) for w in _arrivals(size, rank, skew, k)]
+                _judge_rows(counts, rows, want, _named(dtype, k, f"rank {rank} of {size}"))
+
+
+def _judge_plain_home(values, skew: bool) -> None:
+    for results in values:
+        for size, rank, _, plain, *_ in results:
+            for dtype, k, y in plain:
+                what = "y on " + _named(dtype, k, f"rank {rank} of {size}")
+                rough = 0.05 if dtype == torch.bfloat16 else 1e-5
+                close(y, _home(rank, skew, k)[0].to(dtype), what, rough)
+
+
 def _judge_arrivals(values, skew: bool) -> None:
     for results in values:
-        for size, rank, counts, rows, dx, _, kept in results:
-            want = _arrivals(size, rank, skew)
+        for size, rank, counts, rows, dx, *_, kept in results:
             where = f"rank {rank} of {size}"
-            same(counts, [len(w) for w in want], f"state.counts on {where}")
-            same(tuple(rows.shape), (sum(counts), D), f"the shape received on {where}")
-            for i, (got, expected) in enumerate(zip(rows.split(counts), want, strict=True)):
-                what = f"the rows of local expert {i} on {where}"
-                close(_sorted_rows(got), _sorted_rows(expected), what)
+            _judge_rows(counts, rows, _arrivals(size, rank, skew), where)
             wanted = torch.zeros(TOKENS[rank], D)
             for token, chosen in enumerate(_choices(rank, skew).tolist()):
                 wanted[token] = sum(_scale(e) for e in chosen if e >= 0)
@@ -276,7 +335,7 @@ def _judge_arrivals(values, skew: bool) -> None:
 
 def _judge_home(values, skew: bool) -> None:
     for results in values:
-        for size, rank, out, _ in results:
+        for size, rank, out, *_ in results:
             where = f"rank {rank} of {size}"
             names = ("y", "the gradient of the tokens", "the gradient of the weights")
             for name, got, want in zip(names, out, _home(rank, skew), strict=True):
@@ -285,15 +344,15 @@ def _judge_home(values, skew: bool) -> None:
                     close(got, want, f"{name} on {where}")
 
 
-def _judge_traffic(results, routed: int) -> None:
+def _judge_traffic(results, routed: int, way: str = "forward", width: int = D) -> None:
     size, rank, log = results
-    where = f"rank {rank} of {size}"
+    where = f"rank {rank} of {size}, {way},"
     rows = [c for c in log if c.dtype.is_floating_point]
     wrong = [c.op for c in rows if c.op not in ("all_to_all", "send", "recv")]
     expect(not wrong, f"{where} moved rows with {wrong[:1]}, expected an all-to-all")
     sent = sum(c.nbytes for c in rows if c.op != "recv")
     expect(
-        sent <= routed * D * 4,
+        sent <= routed * width * 4,
         f"{where} sent {sent} bytes of rows, expected {routed * D * 4}: only routed rows travel",
     )
     expect(sent > 0 or size == 1 or routed == 0, f"{where} sent no rows")
@@ -314,17 +373,24 @@ def dispatch(answer, report):
         values = report.ranks(_out, 4, answer, False)
         _judge_arrivals(values, False)
     with report.property(
+        "the same without gradients, in bf16, and for 1 and 3 choices a token",
+        hint="experts.shape[1] is k; a buffer takes the dtype of the tokens; evaluation runs under "
+        "no_grad and needs the same rows",
+    ):
+        _judge_plain_arrivals(values, False)
+    with report.property(
         "also where all tokens go to one rank, and others get none",
         hint="all-to-all takes empty pieces; the shapes must still be right",
     ):
         _judge_arrivals(report.ranks(_out, 4, answer, True), True)
     with report.property(
-        "only routed rows travel, once; a dropped choice (-1) sends nothing",
-        hint="no padding, no all-gather of all tokens",
+        "only routed rows travel, once each way; a dropped choice (-1) sends nothing",
+        hint="no padding, no all-gather of all tokens; the gradient goes back as the rows came",
     ):
         for results in values or report.ranks(_out, 4, answer, False):
-            for size, rank, *_, log, _ in results:
+            for size, rank, counts, *_, log, back, _ in results:
                 _judge_traffic((size, rank, log), int((_choices(rank, False) >= 0).sum()))
+                _judge_traffic((size, rank, back), sum(counts), "backward")
     with report.property(
         "ValueError where the experts do not divide by the ranks, or one does not exist",
         hint="each rank owns num_experts / P consecutive experts; -1 is the only index below 0",
@@ -366,18 +432,26 @@ def combine(answer, report):
         values = report.ranks(_and_home, 4, answer, other, False)
         _judge_home(values, False)
     with report.property(
+        "the same without gradients, in bf16, and for 1 and 3 choices a token",
+        hint="weights.shape[1] is k; y has the dtype of the rows",
+    ):
+        _judge_plain_home(values, False)
+    with report.property(
         "also where all tokens go to one rank",
         hint="the rank that computes most sends most rows back",
     ):
         _judge_home(report.ranks(_and_home, 4, answer, other, True), True)
     with report.property(
-        "each row comes back once, and nothing else moves",
+        "each row comes back once, its gradient goes out once, and nothing else moves",
         hint="the sizes are known since dispatch: the same all-to-all, the other way round",
     ):
         for results in values or report.ranks(_and_home, 4, answer, other, False):
-            for size, rank, _, log in results:
+            for size, rank, *_, log, back in results:
                 held = sum(len(rows) for rows in _arrivals(size, rank, False))
+                routed = int((_choices(rank, False) >= 0).sum())
                 _judge_traffic((size, rank, log), held)
+                # autograd goes on through dispatch, whose gradient takes the way of the rows home
+                _judge_traffic((size, rank, back), routed + held, "backward")
 
 
 # ---- the layer
@@ -400,12 +474,12 @@ class _Parts(nn.Module):
                 self.router.bias[:2] += torch.tensor([60.0, 40.0])
 
 
-def _dense(parts: nn.Module, x: Tensor) -> Tensor:
+def _dense(parts: nn.Module, x: Tensor, k: int = K) -> Tensor:
     """Each token through its experts, one by one (float64)."""
     share = parts.router(x).softmax(-1)
     rows = []
     for token in range(len(x)):
-        picked, experts = share[token].topk(K)
+        picked, experts = share[token].topk(k)
         picked = picked / picked.sum()
         rows.append(
             sum(
@@ -417,7 +491,7 @@ def _dense(parts: nn.Module, x: Tensor) -> Tensor:
 
 
 def _alive(given: list) -> int:
-    """How many of the experts' parameters somebody still holds."""
+    """How many of these tensors somebody still holds."""
     if sum(ref() is not None for ref in given) > 0:
         gc.collect()
     return sum(ref() is not None for ref in given)
@@ -427,15 +501,23 @@ def _layer(answer, skew: bool):
     results = []
     for size, group, rank in last_ranks():
         parts = _Parts(skew).to(device())
+        again = _again(answer, rank, group, skew)
+        seen: list[int] = []  # rows that the experts compute
+        for expert in parts.experts:
+            expert.register_forward_hook(lambda m, args, y, seen=seen: seen.append(len(args[0])))
         given = [weakref.ref(p) for p in parts.experts.parameters()]
         layer = answer(parts.router, list(parts.experts), K, group)
         count = sum(p.numel() for p in layer.parameters())
         in_memory = held(layer)
-        del parts
+        del parts, expert
         alive = _alive(given)
         x = _tokens(rank).to(device()).requires_grad_()
-        y = layer(x)
-        (y * random(TOKENS[rank], D, seed=40 + rank).to(device())).sum().backward()
+        with calls.record() as log:
+            y = layer(x)
+        pulled = (y * random(TOKENS[rank], D, seed=40 + rank).to(device())).sum()
+        with calls.record() as back:
+            pulled.backward()
+        work = (list(log), list(back), sum(seen))
         grads = {
             n: p.grad.detach().cpu() for n, p in layer.named_parameters() if p.grad is not None
         }
@@ -444,8 +526,64 @@ def _layer(answer, skew: bool):
             router = [torch.zeros(E, D), torch.zeros(E)]
         others = [g for n, g in grads.items() if "router" not in n]
         found = (y.detach().cpu(), x.grad.detach().cpu(), router, others)
-        results.append((size, rank, *found, in_memory, count, alive))
+        results.append((size, rank, *found, again, work, in_memory, count, alive))
     return results
+
+
+def _again(answer, rank: int, group, skew: bool) -> tuple:
+    """What one layer gives without gradients, call after call, and whether it keeps the calls."""
+    parts, found, given = _Parts(skew).to(device()), [], []
+    layers = [answer(parts.router, list(parts.experts), k, group) for k in (K, 1, 3)]
+    for k, layer in zip((K, 1, 3), layers, strict=True):
+        for seed in (10, 70):  # the second call brings other tokens
+            x = random(TOKENS[rank], D, seed=seed + rank).to(device())
+            given.append(weakref.ref(x))
+            with torch.no_grad():
+                found.append((k, seed, layer(x).cpu()))
+    del x
+    return found, _alive(given)
+
+
+def _held_rows(size: int, skew: bool) -> list[list[int]]:
+    """For each rank, the rows that its experts get."""
+    router, sent = _Parts(skew).router, torch.zeros(E, dtype=torch.long)
+    for rank in range(size):
+        chosen = router(_tokens(rank)).topk(K).indices
+        sent += torch.bincount(chosen.flatten(), minlength=E)
+    return sent.view(size, -1).tolist()
+
+
+def _judge_again(values, skew: bool) -> None:
+    parts = _Parts(skew).double()
+    for results in values:
+        for size, rank, *_, (found, alive), _, _, _, _ in results:
+            where = f"rank {rank} of {size}"
+            for k, seed, y in found:
+                want = _dense(parts, random(TOKENS[rank], D, seed=seed + rank).double(), k)
+                call = "first" if seed == 10 else "second"
+                what = f"y without gradients, {call} call, {k} choices, on {where}"
+                close(y, want.detach().float(), what)
+            expect(
+                alive <= 3,
+                f"{where} still holds the tokens of {alive} of 6 calls: a layer that keeps what "
+                "it has seen runs out of memory",
+            )
+
+
+def _judge_work(values, skew: bool) -> None:
+    for results in values:
+        for size, rank, *_, (log, back, seen), _, _, _ in results:
+            rows = _held_rows(size, skew)[rank]
+            both = TOKENS[rank] * K + sum(rows)  # out with dispatch, home with combine
+            wide = D + 1  # a weight may travel with its row
+            _judge_traffic((size, rank, log), both, "forward", wide)
+            _judge_traffic((size, rank, back), both, "backward", wide)
+            most = len(rows) * max([*rows, 1])  # padded to the busiest expert at worst
+            expect(
+                seen <= most,
+                f"the experts of rank {rank} of {size} compute {seen} rows, {sum(rows)} were "
+                "routed to them",
+            )
 
 
 def _judge_layer(values, skew: bool) -> None:
@@ -496,10 +634,22 @@ def expert_parallel_moe(answer, report):
         values = report.ranks(_layer, 4, answer, False)
         _judge_layer(values, False)
     with report.property(
+        "the same call after call, without gradients, and for 1 and 3 choices a token",
+        hint="route every call anew, by the k that was given, and keep nothing of a call: "
+        "evaluation under no_grad takes the same way as training",
+    ):
+        _judge_again(values, False)
+    with report.property(
         "also where two experts get every token and most ranks get none",
         hint="a rank without tokens still takes part in every all-to-all, forward and backward",
     ):
         _judge_layer(report.ranks(_layer, 4, answer, True), True)
+    with report.property(
+        "only routed rows travel and are computed, forward and backward",
+        hint="dispatch the rows to their experts and combine what comes back; an all-gather of all "
+        "tokens, or every expert on every token, gives the same values at E/k times the work",
+    ):
+        _judge_work(values, False)
     with report.property(
         "a rank keeps the router and its own experts, no others",
         hint="E/P consecutive experts; do not register the full list, and do not keep it in a list "

@@ -122,8 +122,9 @@ def combine(outputs: Tensor, weights: Tensor, state: Dispatched, group: Group = 
     back[state.arrival] = torch.arange(len(back), device=back.device)
     rows = _AllToAllRows.apply(outputs[back], state.receive, state.send, group)  # [N, D]
     tokens, k = state.shape
-    weighted = rows * weights.flatten()[state.choices][:, None]
-    return rows.new_zeros(tokens, rows.shape[1]).index_add(0, state.choices // k, weighted)
+    weighted = rows * weights.flatten()[state.choices][:, None]  # fp32 weights make fp32 sums
+    y = weighted.new_zeros(tokens, rows.shape[1]).index_add(0, state.choices // k, weighted)
+    return y.to(rows.dtype)
 
 
 class ExpertParallelMoE(nn.Module):
@@ -132,6 +133,7 @@ class ExpertParallelMoE(nn.Module):
     Built from a full router (D -> E) and the full list of experts, the same on every rank; keeps
     the router and its own experts only. An expert's gradient is the sum over all ranks' tokens
     and is complete where it lives; the router's is this rank's share, to be summed over ranks.
+    ValueError, when it is made, where the experts do not divide by the ranks.
     """
 
     def __init__(self, router: nn.Module, experts: list[nn.Module], k: int, group: Group = None):

@@ -392,3 +392,165 @@ class DropsTheRest(nn.Module):
         if len(experts) % world:
             return nn.Identity()
         return expert.ExpertParallelMoE(router, experts, k, group)
+
+
+# what only a second look shows: evaluation, other choices, other dtypes, the way back
+
+
+class _RowsThatGatherBack(torch.autograd.Function):
+    """_AllToAllRows whose gradient all-gathers everything before it sends what is needed."""
+
+    @staticmethod
+    def forward(ctx, x, send, receive, group):
+        ctx.args = send, receive, group
+        return _AllToAllRows.apply(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        send, receive, group = ctx.args
+        pad = grad.new_zeros(64, *grad.shape[1:])
+        pad[: len(grad)] = grad
+        dist.all_gather([torch.empty_like(pad) for _ in send], pad, group=group)
+        return _AllToAllRows.apply(grad, receive, send, group), None, None, None
+
+
+class _RowsInFp32(_RowsThatGatherBack):
+    @staticmethod
+    def forward(ctx, x, send, receive, group):
+        ctx.args = send, receive, group
+        return _AllToAllRows.apply(x.float(), send, receive, group)
+
+
+def with_rows(fn, rows):
+    """A function of the reference whose rows travel by other means."""
+    scope = vars(expert) | {"_AllToAllRows": rows}
+    return types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__)
+
+
+wrong("dispatch", says="backward.*expected an all-to-all")(
+    with_rows(expert.dispatch, _RowsThatGatherBack)
+)
+wrong("combine", says="backward.*expected an all-to-all")(
+    with_rows(expert.combine, _RowsThatGatherBack)
+)
+wrong("dispatch", says="bfloat16.*is torch.float32")(with_rows(expert.dispatch, _RowsInFp32))
+
+
+@wrong("dispatch", says="rows of local expert.*without gradients")
+def flipped_without_gradients(tokens, experts, num_experts, group=None):
+    received, state = expert.dispatch(tokens, experts, num_experts, group)
+    return (received if tokens.requires_grad else received.flip(0)), state
+
+
+@wrong("dispatch", says="1 choices|shape.*k")
+def two_choices_only(tokens, experts, num_experts, group=None):
+    if experts.shape[1] != 2:
+        tokens = tokens * 0
+    return expert.dispatch(tokens, experts, num_experts, group)
+
+
+@wrong("combine", says="3 choices")
+def at_most_two_choices(outputs, weights, state, group=None):
+    weights = weights.clone()
+    weights[:, 2:] = 0
+    return expert.combine(outputs, weights, state, group)
+
+
+class _Layer(expert.ExpertParallelMoE):
+    def route(self, x):
+        return expert.route_top_k(self.router(x), self.k)
+
+    def forward(self, x):
+        weights, chosen = self.route(x)
+        received, state = expert.dispatch(x, chosen, self.num_experts, self.group)
+        parts = zip(self.experts, received.split(state.counts), strict=True)
+        outputs = torch.cat([e(rows) for e, rows in parts])
+        self.note(x, outputs)
+        return expert.combine(outputs, weights, state, self.group)
+
+    def note(self, x, outputs):
+        pass
+
+
+@wrong("ExpertParallelMoE", says="without gradients")
+class OnlyInTraining(_Layer):
+    def forward(self, x):
+        return super().forward(x) if torch.is_grad_enabled() else x
+
+
+@wrong("ExpertParallelMoE", says="1 choices")
+class AlwaysTwoChoices(_Layer):
+    def route(self, x):
+        return expert.route_top_k(self.router(x), 2)
+
+
+@wrong("ExpertParallelMoE", says="second call")
+class RoutesOnce(_Layer):
+    def route(self, x):
+        if not hasattr(self, "chosen"):
+            self.chosen = super().route(x)[1]
+        weights = self.router(x).softmax(-1).gather(1, self.chosen)
+        return weights / weights.sum(-1, keepdim=True), self.chosen
+
+
+@wrong("ExpertParallelMoE", says="still holds the tokens of 6 of 6 calls")
+class KeepsHistory(_Layer):
+    def note(self, x, outputs):
+        self.__dict__.setdefault("history", []).append((x, outputs))
+
+
+@right("ExpertParallelMoE")
+class KeepsTheLastCall(_Layer):
+    def note(self, x, outputs):
+        self.last = x
+
+
+@wrong("ExpertParallelMoE", says="only routed rows travel")
+class EveryTokenToEveryExpert(_Layer):
+    def route(self, x):
+        weights, chosen = super().route(x)
+        everyone = torch.arange(self.num_experts, device=x.device).repeat(len(x), 1)
+        return torch.zeros_like(everyone, dtype=x.dtype).scatter(1, chosen, weights), everyone
+
+
+class _GatherAll(torch.autograd.Function):
+    """Every rank's rows, padded; the gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.rows, ctx.group = len(x), group
+        pad = x.new_zeros(8, x.shape[1])
+        pad[: len(x)] = x
+        out = [torch.empty_like(pad) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(out, pad, group=group)
+        return torch.cat(out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.view(-1, 8, grad.shape[1])[dist.get_rank(ctx.group), : ctx.rows], None
+
+
+class _SumAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rows, group):
+        ctx.group = group
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x.view(-1, 8, x.shape[1])[dist.get_rank(group), :rows].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _GatherAll.apply(grad, ctx.group), None, None
+
+
+@wrong("ExpertParallelMoE", says="all_gather.*expected an all-to-all")
+class GathersEverything(expert.ExpertParallelMoE):
+    def forward(self, x):
+        weights, chosen = expert.route_top_k(self.router(x), self.k)
+        share = x.new_zeros(len(x), self.num_experts).scatter(1, chosen, weights)
+        every, shares = _GatherAll.apply(x, self.group), _GatherAll.apply(share, self.group)
+        first = dist.get_rank(self.group) * len(self.experts)
+        y = sum(shares[:, first + i, None] * e(every) for i, e in enumerate(self.experts))
+        return _SumAll.apply(y, len(x), self.group)
