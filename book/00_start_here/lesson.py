@@ -84,7 +84,7 @@ result.trace
 # | [44 · DiT port](44_dit_port.ipynb) | 3-D rotary embedding, tensor and sequence parallel DiT |
 #
 # New to tensors of many dimensions: start at 11. Fluent in PyTorch and here to shard a model: read
-# 13, then 21 and 22. Porting CUDA code to NPUs: 13, then 44.
+# 13, then 21 and 22. Porting CUDA code to NPUs: 02, 13, then 44.
 
 # %% [markdown]
 # ## How a lab works
@@ -138,8 +138,8 @@ sb.predict("values in the embedded batch", predicted, tiny_lm().embed(counting_b
 # %% [markdown]
 # ## My progress
 #
-# What you passed in the labs, and with `python -m shardbook check`. Run the cell to see where you
-# are.
+# What you passed in the labs, and with `python -m shardbook check`. It is kept for you, not for this
+# folder: another clone shows the same. Run the cell to see where you are.
 
 # %% tags=["nbval-ignore-output"]
 from shardbook import progress

@@ -2,8 +2,8 @@
 # # 02 · Running on Ascend
 #
 # After this page you can install what an Ascend NPU needs beside this book, read what `doctor` says
-# when something is missing, and start a lab on one card, on eight, and on two hosts. Reading takes
-# ten minutes. Nothing here needs an NPU to be read or run: every cell uses the device that is there.
+# when something is missing, and run what you wrote in a lab on one card, on eight, and on two hosts.
+# Reading takes ten minutes. Nothing here needs an NPU to be read or run: every cell uses the device that is there.
 
 # %%
 import shardbook as sb
@@ -99,13 +99,29 @@ for value in sb.run(whoami, 2, world_size=4).values:
     print(value)
 
 # %% [markdown]
-# Outside a notebook the same function is a program. Put it in a file that ends with
-# `sb.run(whoami, 2, world_size=8)` and start it with torchrun, which sets `RANK` and `WORLD_SIZE`;
-# `sb.run` sees them and runs the function in place:
+# In a notebook `sb.run` starts the ranks, on this machine. torchrun can't start a notebook: it
+# starts a Python file. So copy the cell with your function, and the imports it needs, into one that
+# ends in `sb.run`:
 #
 # ```
-# torchrun --nproc-per-node 8 whoami.py
+# # whoami.py
+# import shardbook as sb
+# import torch
+# import torch.distributed as dist
+#
+#
+# def whoami(rows):
+#     ...  # the body of the cell above
+#     print(rank, x.tolist())
+#
+#
+# sb.run(whoami, 2, world_size=8)
+# dist.destroy_process_group()
 # ```
+#
+# `torchrun --nproc-per-node 8 whoami.py` starts eight processes and tells each its `RANK` and the
+# `WORLD_SIZE`; `sb.run` sees them and runs the function in place. The functions of a lab move in the
+# same way: your answers, then the function that the lab hands to `sb.run`.
 #
 # ## Two hosts
 #
@@ -182,3 +198,6 @@ for value in sb.run(whoami, 2, world_size=4).values:
 # 2.13.0 fail the tests unless they are listed with a reason. It can't show speed, NPU numerics,
 # per-operator dtype limits, races between streams, or an HCCL hang. If a lab fails on your NPU,
 # that is a fault of the book: please report it with what `doctor` prints.
+#
+# Next: [11 · tensors](11_tensors.ipynb). Here to port a project: [chapter 13](13_communication.ipynb),
+# then [chapter 44](44_dit_port.ipynb).

@@ -603,4 +603,4 @@ print("hosts:", sorted({line.split()[1] for line in lines}))
 # `hierarchical_all_reduce` and every placement above rely on it.
 #
 # Next: the [lab](../labs/13_communication.ipynb), in which you write the seven functions that this
-# lesson imported.
+# lesson imported. Then [chapter 21](21_data_parallel.ipynb) averages gradients with them.

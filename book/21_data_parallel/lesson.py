@@ -887,4 +887,5 @@ for begin in (0, 30):
 # | offload | 12/N bytes a parameter moved to the host | 13 B parameters on one V100 with 32 GB ([arXiv 2101.06840](https://arxiv.org/abs/2101.06840)) |
 # | batch | steps stop falling between 16 and 64 sequences | ImageNet in one hour: 8192 images, 256 GPUs ([arXiv 1706.02677](https://arxiv.org/abs/1706.02677)) |
 #
-# Now write it: [the lab](../labs/21_data_parallel.ipynb).
+# Now write it: [the lab](../labs/21_data_parallel.ipynb). Then
+# [chapter 22](22_tensor_parallel.ipynb) cuts the layers themselves.

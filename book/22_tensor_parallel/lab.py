@@ -395,8 +395,8 @@ sb.run(one_step, world_size=2, trace=True).trace
 #
 # - Keep the group inside a host (NVLink, HCCS): every all-reduce of this lab is on the critical
 #   path, twice forward and twice backward in each layer.
-# - Run this notebook's functions under `torchrun --nproc-per-node 8`: `sb.run` then uses the ranks
-#   that torchrun made. On an NPU the group is HCCL's, on a CUDA device NCCL's, and nothing in your
+# - Put this lab's functions into a `.py` file that ends in `sb.run(…)` (chapter 02 has an example) and
+#   start it with `torchrun --nproc-per-node 8`: `sb.run` then uses the ranks that torchrun made. On an NPU the group is HCCL's, on a CUDA device NCCL's, and nothing in your
 #   code names either.
 # - HCCL and NCCL run collectives on a stream. A tensor that you overwrite right after an
 #   asynchronous call may not have been sent yet; gloo on a CPU will not show you that.

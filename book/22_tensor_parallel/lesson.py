@@ -104,8 +104,8 @@ plt.show()
 #
 # ## Which tensor is cut, and which collective pays?
 #
-# Read the picture from left to right: `x @ W`, a colour for each of four ranks, grey for what
-# every rank has whole. It is half a block. Attention and MLP are both of this form: a product
+# Read the picture from left to right: `x @ W`, a colour for each of four ranks, rank 0 to 3 from left
+# to right and from top to bottom, grey for what every rank has whole. It is half a block. Attention and MLP are both of this form: a product
 # whose output features are cut, something that works feature by feature (or head by head), and a
 # product whose input features are cut.
 
@@ -150,7 +150,7 @@ print("rows, gelu, columns: within 1e-4:", bool((rows_first @ down - whole).abs(
 
 # %%
 def mlp_gradient(enter, leave):
-    """Norm of the input's gradient of a two-layer MLP over the ranks; None means the whole MLP."""
+    """Norms of output and input's gradient, a two-layer MLP over the ranks; None: the whole MLP."""
     torch.manual_seed(1)
     up, down, x = nn.Linear(6, 20), nn.Linear(20, 6), torch.randn(7, 6)
     up, down, x = up.to(sb.device()), down.to(sb.device()), x.to(sb.device()).requires_grad_()
@@ -161,7 +161,7 @@ def mlp_gradient(enter, leave):
         h = F.gelu(F.linear(enter(x), up.weight, up.bias))  # [7, 20/P]
         y = leave(F.linear(h, down.weight)) + down.bias
     y.square().sum().backward()
-    return x.grad.norm().item()
+    return y.detach().norm().item(), x.grad.norm().item()
 
 
 def no_backward(x):
@@ -178,26 +178,28 @@ def identity(x):
     return x
 
 
-whole = sb.run(mlp_gradient, None, None, world_size=1).values[0]
+whole_output, whole = sb.run(mlp_gradient, None, None, world_size=1).values[0]
 for name, enter, leave in [
     ("f and g", copy_to_group, reduce_from_group),
     ("f forgotten", identity, no_backward),
     ("all-reduced twice", copy_to_group, again),
 ]:
-    norms = sb.run(mlp_gradient, enter, leave, world_size=4).values
+    outputs, norms = zip(*sb.run(mlp_gradient, enter, leave, world_size=4).values, strict=True)
+    forward = all(abs(n - whole_output) < 1e-3 for n in outputs)
     right = all(abs(n - whole) < 1e-3 for n in norms)
     alike = max(norms) - min(norms) < 1e-3
     ratio = norms[0] / whole
     print(
-        f"{name:18} right: {right!s:5}  same on all ranks: {alike!s:5}  rank 0 / whole: {ratio:.2f}"
+        f"{name:18} output right: {forward}  gradient right: {right!s:5}  "
+        f"same on all ranks: {alike!s:5}  rank 0 / whole: {ratio:.2f}"
     )
 
 # %% [markdown]
-# The forward pass is right in all three. The loss falls in all three, only worse. A forgotten `f`
-# makes ranks disagree about the gradient of everything *below* the layer. One all-reduce too many
+# The forward pass is right in all three, so nothing raises and the first loss is the right one. A
+# forgotten `f` makes ranks disagree about the gradient of everything *below* the layer. One all-reduce too many
 # scales it by the number of ranks, and Adam, which divides by the gradient's size, hides that.
 #
-# Public reports of this: NVIDIA/Megatron-LM#559, Dao-AILab/flash-attention#1244.
+# Public reports of this: [Megatron-LM#559](https://github.com/NVIDIA/Megatron-LM/issues/559), [flash-attention#1244](https://github.com/Dao-AILab/flash-attention/issues/1244).
 #
 # ## How many bytes?
 #
@@ -325,7 +327,7 @@ except sb.RankError as error:
     print(error.causes[0])
 
 # %% [markdown]
-# Real code has got this wrong in silence: huggingface/transformers#48307 and pytorch/torchtitan#2577
+# Real code has got this wrong in silence: [transformers#48307](https://github.com/huggingface/transformers/issues/48307) and [torchtitan#2577](https://github.com/pytorch/torchtitan/issues/2577)
 # halve a head when there are more ranks than kv heads.
 #
 # ## The vocabulary
@@ -509,7 +511,7 @@ for row in rows:
 # %% [markdown]
 # `norm` weights, row-parallel biases: whole on every rank. All else is cut. A parameter that you
 # expected to be cut and that is whole is a layer your plan missed, such as the column-parallel head
-# that silently stayed a plain `nn.Linear` in huggingface/picotron#23.
+# that silently stayed a plain `nn.Linear` in [picotron#23](https://github.com/huggingface/picotron/issues/23).
 #
 # ## A failure to provoke: the forgotten all-reduce
 #
@@ -565,7 +567,7 @@ print("drifted:", ", ".join(names))
 # does nearly what the whole would. But the norms of the ranks have become different parameters: a
 # checkpoint of rank 0 is not the model that was trained, and P = 8 will not continue what P = 4
 # began. `attn.out.bias` is in step, its sum is elsewhere. Run `drifted` now and then in a real job:
-# NVIDIA/Megatron-LM#1446 and NVIDIA/TransformerEngine#435 are this bug.
+# [Megatron-LM#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) and [TransformerEngine#435](https://github.com/NVIDIA/TransformerEngine/issues/435) are this bug.
 #
 # ## Dropout and the random state
 #
@@ -573,7 +575,7 @@ print("drifted:", ", ".join(names))
 # (the residual), every rank must draw the same mask. On one that is *cut* (hidden features,
 # attention weights of own heads), every rank must draw another. One seed for all does the first,
 # a seed for each rank the second; a model needs both at once, so it keeps two generators
-# (Megatron-LM's `model-parallel-rng`, reported broken in NVIDIA/Megatron-LM#1256).
+# (Megatron-LM's `model-parallel-rng`, reported broken in [Megatron-LM#1256](https://github.com/NVIDIA/Megatron-LM/issues/1256)).
 
 
 # %%
@@ -724,4 +726,5 @@ for name in measured:
 # above 1/4. Scores do not count where attention is fused (chapter 31); where they are kept, the
 # term `5AS/D` is cut by heads as well.
 #
-# Now write it: [the lab](../labs/22_tensor_parallel.ipynb).
+# Now write it: [the lab](../labs/22_tensor_parallel.ipynb). Then
+# [chapter 23](23_pipeline_parallel.ipynb) cuts between layers.

@@ -357,8 +357,8 @@ plt.show()
 #
 # - Put the cut between servers: a boundary carries `b s h` elements a micro-batch, whatever the
 #   number of layers behind it.
-# - Run these functions under `torchrun` on two hosts; `sb.run` uses the ranks that torchrun made. On
-#   an NPU the messages are HCCL's, on a CUDA device NCCL's, and your code names neither.
+# - Put these functions into a `.py` file that ends in `sb.run(…)` (chapter 02 has an example) and start
+#   it with `torchrun` on two hosts; `sb.run` uses the ranks that torchrun made. On an NPU the messages are HCCL's, on a CUDA device NCCL's, and your code names neither.
 # - There, point-to-point runs on a stream: `send` returns early and a deadlock shows later, as a
 #   timeout. Read the order of messages of *both* sides, as in the message above.
 # - Never overwrite a tensor that an `isend` still reads. Here `sent` keeps it alive; reusing one

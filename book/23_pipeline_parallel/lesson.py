@@ -649,4 +649,5 @@ for i, name in enumerate(strategies):
 # throughput) and the zero-bubble orders 51 (29 %), with messages for free and equal costs. On a
 # cluster they are not.
 #
-# Now write it: [the lab](../labs/23_pipeline_parallel.ipynb).
+# Now write it: [the lab](../labs/23_pipeline_parallel.ipynb). Then
+# [chapter 24](24_context_parallel.ipynb) cuts the sequence.

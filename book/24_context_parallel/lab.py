@@ -333,8 +333,9 @@ sb.run(one_attention, world_size=4, trace=True).trace
 # %% [markdown]
 # ## On a real cluster
 #
-# - Under `torchrun --nproc-per-node 8`, `sb.run` runs in place on the ranks that torchrun made; HCCL,
-#   NCCL or gloo, whatever `sb.backend()` says.
+# - In a `.py` file that ends in `sb.run(…)` (chapter 02 has an example), started with
+#   `torchrun --nproc-per-node 8`, `sb.run` runs in place on the ranks that torchrun made; HCCL, NCCL
+#   or gloo, whatever `sb.backend()` says.
 # - Replace `block_attention` by a kernel that returns lse: flash attention on CUDA,
 #   `npu_fusion_attention` on an Ascend NPU (its softmax maximum and sum give
 #   lse = max + log(sum)). Check out *and* gradients against one process again: a kernel's backward

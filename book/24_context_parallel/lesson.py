@@ -161,7 +161,7 @@ print(
 # Written like this, it fails as soon as a score is large: `exp(89)` is infinite in fp32, and
 # infinity over infinity is not a number. Far below zero, it divides zero by zero. Only differences
 # may be exponentiated. This was an issue of several public implementations
-# (zhuzilin/ring-flash-attention#34, jzhang38/EasyContext#14); their fix is
+# ([ring-flash-attention#34](https://github.com/zhuzilin/ring-flash-attention/issues/34), [EasyContext#14](https://github.com/jzhang38/EasyContext/issues/14)); their fix is
 # `lse_a - logsigmoid(lse_a - lse_b)`, ours takes the larger one out.
 
 # %%
@@ -427,7 +427,7 @@ except sb.RankError as error:
 
 # %% [markdown]
 # - **Heads.** Ulysses ends where P exceeds the heads. Fewer kv heads than ranks have to be copied
-#   (hiyouga/LLaMA-Factory#10794 reports what happens else), and the traffic stops falling: 4, 2 and
+#   ([LLaMA-Factory#10794](https://github.com/hiyouga/LLaMA-Factory/issues/10794) reports what happens else), and the traffic stops falling: 4, 2 and
 #   1 kv heads cost the same here. A ring sends exactly the kv heads there are.
 # - **Ranks.** Per rank and in units of `B S D` values, a ring sends `2 Hkv (P-1)/P`, which hardly
 #   depends on P, Ulysses `(2H + 2Hkv) (P-1)/P²`, which falls. With Hkv = H the two are equal at
@@ -490,7 +490,7 @@ plt.show()
 #
 # The order of positions has to be that of the *outer* ring: shard in a zigzag over the outer group,
 # then cut each shard contiguously over the inner. Dealing the zigzag over all ranks looks right and
-# is a wrong mask, in silence (feifeibear/long-context-attention#53).
+# is a wrong mask, in silence ([long-context-attention#53](https://github.com/feifeibear/long-context-attention/issues/53)).
 
 
 # %%
@@ -522,7 +522,7 @@ for order in values[0]:
 #
 # The model's rotary embedding needs to know where a token stands in the *whole* sequence. A rank
 # that counts its own from 0 gets right shapes, right attention within its shard, and wrong
-# attention to all others (NVIDIA/Megatron-LM#560). `shard_positions` says what a rank holds.
+# attention to all others ([Megatron-LM#560](https://github.com/NVIDIA/Megatron-LM/issues/560)). `shard_positions` says what a rank holds.
 
 # %%
 for rank in range(4):
@@ -611,8 +611,9 @@ for prompt, how, ok, size, loss in sb.run(all_gradients, world_size=4).values[0]
 # A factor of P hides behind Adam. A mean of means is right until a prompt or padding makes the
 # counts differ: 2 % of size at first, a quarter when rank 0 has nothing that counts. Its mean is
 # over nothing, so its loss is nan while its gradients are 0, and averaging counts it all the same.
-# Divide the sum by the count of all ranks. (Reports: NVIDIA/Megatron-LM#673 and #906,
-# volcengine/verl#5983.)
+# Divide the sum by the count of all ranks. (Reports: [Megatron-LM#673](https://github.com/NVIDIA/Megatron-LM/issues/673) and
+# [#906](https://github.com/NVIDIA/Megatron-LM/issues/906),
+# [verl#5983](https://github.com/volcengine/verl/issues/5983).)
 #
 # ### Cut twice
 #
@@ -769,8 +770,8 @@ plt.show()
 # %% [markdown]
 # The forward pass is right, nothing raises, nothing is nan, the loss falls like the right one and
 # then stops too early. Inference tests pass. huggingface/diffusers had exactly this: its backward
-# kernels read K and V from `ctx.saved_tensors` in every step of the ring (issue #14265, met in
-# NVIDIA-NeMo/Automodel#3157). NVIDIA/Megatron-LM#1464 reports wrong dq, dk, dv under context
+# kernels read K and V from `ctx.saved_tensors` in every step of the ring ([issue #14265](https://github.com/huggingface/diffusers/issues/14265), met in
+# [Automodel#3157](https://github.com/NVIDIA-NeMo/Automodel/issues/3157)). [Megatron-LM#1464](https://github.com/NVIDIA/Megatron-LM/issues/1464) reports wrong dq, dk, dv under context
 # parallelism. The test that finds it is short: out *and* gradients of P ranks against one process,
 # on random data, for P > 1.
 #
@@ -798,7 +799,7 @@ for ranks in (1, 2, 4, 8, 16, 32):
     print(f"{ranks:3}   {errors[0]:.2e}         {errors[1]:.2e}")
 
 # %% [markdown]
-# zhuzilin/ring-flash-attention#42 reports it, and its README names it as a limit of kernels that
+# [ring-flash-attention#42](https://github.com/zhuzilin/ring-flash-attention/issues/42) reports it, and its README names it as a limit of kernels that
 # return bf16. Keep the running output and dk, dv in fp32, as `_Ring` does: it costs four bytes a
 # value of one shard, and twice the bytes for travelling gradients.
 #
@@ -824,3 +825,6 @@ for ranks in (1, 2, 4, 8, 16, 32):
 # | ring, zigzag, stripe, 8 H800, forward + backward | 53.9, 90.2, 82.9 % of ideal | ring-flash-attention's README |
 # | Flux.1-dev, H100: 1, Ulysses-4, Ring-4 | 4.30, 1.63, 1.98 s | xDiT's performance pages |
 # | Ours, 4 paced ranks, zigzag / contiguous | predicted 0.5625, measured above | this page |
+#
+# Now write it: [the lab](../labs/24_context_parallel.ipynb). Then
+# [chapter 25](25_expert_parallel.ipynb) sends tokens to experts.

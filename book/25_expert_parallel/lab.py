@@ -109,8 +109,19 @@ check.apply_capacity(apply_capacity)
 # ## Exercise 4: dispatch
 #
 # Rank r owns experts r E/P to (r+1) E/P - 1. Tokens travel to their experts. You get the all-to-all
-# of rows with its backward, and a record for what `combine` will need; change the record if your way
-# needs other things, the checks read `counts` only.
+# of rows with its backward, and a record for what `combine` will need, with N rows sent by this rank
+# and M that it receives:
+#
+# | field of `Dispatched` | shape | what it is |
+# |---|---|---|
+# | `counts` | a list of E/P numbers | rows for each local expert, as `received` is ordered |
+# | `choices` | `[N]` | which choice each row sent is, token * k + its place, in the order it was sent |
+# | `shape` | T, k | that of `experts` |
+# | `send` | a list of P numbers | rows to each rank; their sum is N |
+# | `receive` | a list of P numbers | rows from each rank; their sum is M |
+# | `arrival` | `[M]` | where each row of `received` stood when it arrived |
+#
+# Change the record if your way needs other things, the checks read `counts` only.
 
 # %%
 from shardbook.parallel.expert import Dispatched, _AllToAllRows
@@ -197,7 +208,8 @@ check.combine(combine)
 # ## Exercise 6: the layer
 #
 # Built from the full router and the full list of experts, keeps the router in `.router` and its own
-# experts in `.experts` (an `nn.ModuleList`). Nothing here needs a hook or a division.
+# experts in `.experts` (an `nn.ModuleList`). Nothing here needs a hook or a division. If the experts
+# do not divide by the ranks, the constructor raises `ValueError`.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -335,8 +347,8 @@ sb.run(one_step, world_size=2, trace=True).trace
 #
 # - `.tolist()` of the counts waits for the device. On an NPU or a GPU this is a stop in every layer,
 #   and the reason why capacity, padding and fused kernels exist.
-# - Run this notebook's functions under `torchrun --nproc-per-node 8`: `sb.run` then uses the ranks
-#   that torchrun made. The group is HCCL's on an NPU, NCCL's on a CUDA device; nothing in your code
+# - Put this lab's functions into a `.py` file that ends in `sb.run(…)` (chapter 02 has an example) and
+#   start it with `torchrun --nproc-per-node 8`: `sb.run` then uses the ranks that torchrun made. The group is HCCL's on an NPU, NCCL's on a CUDA device; nothing in your code
 #   names either.
 # - Experts of uneven load make *memory* uneven too: a hot rank receives more rows than any test
 #   showed, and runs out of memory in step 30,000. Bound it: capacity, or recomputation.

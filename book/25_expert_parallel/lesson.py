@@ -402,9 +402,9 @@ for optimizer, whole in wholes.items():
 
 # %% [markdown]
 # SGD shows it: experts learn with four times the learning rate. AdamW divides by the gradient's size
-# and hides it, which is how it stays unseen in real code: databricks/megablocks#86 (explains the
-# division), pytorch/pytorch#160285 (doubled at EP = 2, "loss curves are equivalent"),
-# deepspeedai/DeepSpeed#6546. It comes out when gradients are *clipped*: the norm is dominated by the
+# and hides it, which is how it stays unseen in real code: [megablocks#86](https://github.com/databricks/megablocks/issues/86) (explains the
+# division), [pytorch#160285](https://github.com/pytorch/pytorch/issues/160285) (doubled at EP = 2, "loss curves are equivalent"),
+# [DeepSpeed#6546](https://github.com/deepspeedai/DeepSpeed/issues/6546). It comes out when gradients are *clipped*: the norm is dominated by the
 # experts and everything else is scaled down with them. And the norm itself needs a sum over the ranks
 # for experts, not for the layers that all hold. Test for it as above: SGD, one process beside P ranks.
 #
@@ -632,4 +632,5 @@ for num_experts in (8, 32):
     print(f"ours, {num_experts:2} experts     {met / total:.3f}")
 
 # %% [markdown]
-# Now write it: [the lab](../labs/25_expert_parallel.ipynb).
+# Now write it: [the lab](../labs/25_expert_parallel.ipynb). Then
+# [chapter 31](31_flash_attention.ipynb) looks inside attention.

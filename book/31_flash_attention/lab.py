@@ -166,7 +166,7 @@ everything = F.scaled_dot_product_attention(q, k, v)
 print("bottom-right sees all nine keys:", bool(torch.allclose(ours, everything, atol=1e-6)))
 
 # %% [markdown]
-# No error, no warning, a text that makes no sense: Dao-AILab/flash-attention#517.
+# No error, no warning, a text that makes no sense: [flash-attention#517](https://github.com/Dao-AILab/flash-attention/issues/517).
 #
 # ## Exercise 5: count what moves
 #

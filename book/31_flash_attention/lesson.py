@@ -292,7 +292,7 @@ for scale in (1.0, 8.0):
 # | device | call | layout | trap |
 # |---|---|---|---|
 # | any | `F.scaled_dot_product_attention` | [B, H, S, D] | `is_causal` is top-left; a bool mask is True where a query *may* look |
-# | NPU | `torch_npu.npu_fusion_attention(q, k, v, head_num, input_layout, …)` | "BNSD", "BSH", … | `scale` defaults to 1; the mask is True where a query may *not* look and does not broadcast (diffusers#13451, #14396); `pre_tockens`, `next_tockens` are spelt like this |
+# | NPU | `torch_npu.npu_fusion_attention(q, k, v, head_num, input_layout, …)` | "BNSD", "BSH", … | `scale` defaults to 1; the mask is True where a query may *not* look and does not broadcast ([diffusers#13451](https://github.com/huggingface/diffusers/issues/13451), [#14396](https://github.com/huggingface/diffusers/issues/14396)); `pre_tockens`, `next_tockens` are spelt like this |
 # | CUDA | `flash_attn_func(q, k, v, causal=)` | [B, S, H, D] | bottom-right since 2.1, top-left before |
 #
 # `shardbook.attention.attend` takes the kernel at hand and gives the same result everywhere.
@@ -334,11 +334,13 @@ print(f"tiled / MATH at 2,048 tokens, causal: {ours / math_path:.2f}")
 #
 # - **NPU.** The tiles live in the AI core's unified buffer and L1; `npu_fusion_attention` is the kernel
 #   and SDPA reaches it. A port fails in three ways: the scale is left at 1, a mask is passed with SDPA's
-#   meaning, or a layout is wrong with a `sparse_mode` (sglang#31948, vllm-ascend#13699). All three give
+#   meaning, or a layout is wrong with a `sparse_mode` ([sglang#31948](https://github.com/sgl-project/sglang/issues/31948),
+#   [vllm-ascend#13699](https://github.com/vllm-project/vllm-ascend/issues/13699)). All three give
 #   numbers, not errors: compare with `flash_attention` above on small shapes.
 # - **CUDA.** FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv 2307.08691), FlashAttention-3
 #   75 % of an H100's in fp16 (arXiv 2407.08608).
 # - **Many ranks.** The log-sum-exp that backward needs is also what lets ranks merge their parts: that
 #   was chapter 24. Tensor parallelism (chapter 22) cuts the heads and leaves the kernel as it is.
 #
-# Next: the [lab](../labs/31_flash_attention.ipynb), then chapter 32, where one query meets a cache.
+# Next: the [lab](../labs/31_flash_attention.ipynb), then [chapter 32](32_kv_cache.ipynb), where one
+# query meets a cache.

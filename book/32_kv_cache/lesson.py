@@ -296,7 +296,7 @@ for row in range(3):
 # %% [markdown]
 # Only the longest row computes what it should. Its neighbours may still say the right number, by luck,
 # which is why a test should compare logits and not texts. The same in public code:
-# unslothai/unsloth#3699 (one position for all rows of a batch), skyzh/tiny-llm#46 (the offset grew by
+# [unsloth#3699](https://github.com/unslothai/unsloth/issues/3699) (one position for all rows of a batch), [tiny-llm#46](https://github.com/skyzh/tiny-llm/issues/46) (the offset grew by
 # the prompt's length at each step).
 #
 # A batch of one shows none of this. Test a cache with rows of different lengths.
@@ -351,7 +351,7 @@ print("after 23 comes", int(after_the_guess(True).argmax()))
 # %% [markdown]
 # Truncating costs nothing: the lengths change, the memory is overwritten later. In a batch each row
 # accepts another number of tokens: one more reason for a length a row. What was rejected and stayed:
-# vllm-project/vllm#9730, ml-explore/mlx-lm#1109 (a recurrent state, which can't be truncated).
+# [vllm#9730](https://github.com/vllm-project/vllm/issues/9730), [mlx-lm#1109](https://github.com/ml-explore/mlx-lm/issues/1109) (a recurrent state, which can't be truncated).
 #
 # ## What a token costs
 #
@@ -562,4 +562,5 @@ print(kv_cache_bytes(40, 40, 128, 1, 1, 2) // 1024, "KiB")
 # - **Speculation.** The truncation above, with a small model that guesses and a rule that keeps the
 #   distribution of the large one.
 #
-# First write the cache itself: [the lab](../labs/32_kv_cache.ipynb).
+# First write the cache itself: [the lab](../labs/32_kv_cache.ipynb). Then
+# [chapter 43](43_diffusion.ipynb) trains a diffusion transformer.

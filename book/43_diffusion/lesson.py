@@ -763,4 +763,5 @@ plt.show()
 # and 2). On 8 H20, a sequence-parallel sampler of Step-Video took 30.1 s where one card took
 # 213.6 s ([xDiT](https://github.com/xdit-project/xDiT/issues/454)).
 #
-# Next: chapter 44 takes a project like this that runs on CUDA only, and ports it.
+# Next: [the lab](../labs/43_diffusion.ipynb). Then [chapter 44](44_dit_port.ipynb) takes a project like
+# this that runs on CUDA only, and ports it.

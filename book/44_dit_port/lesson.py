@@ -508,9 +508,9 @@ print(
 )
 print(f", of the loser's {lose.grad.sum().item():.1f}")
 for change in (-0.2, -0.05, 0.0, 0.05, 0.2):  # of the winner's error: below 0 is what we want
-    moved = video_dpo_loss(win + change, lose, win.detach(), lose.detach(), beta=20.0)
-    slope = torch.autograd.grad(moved, win)[0].sum().item()
-    print(f"winner's error {change:+.2f}: loss {moved.item():.3f}, slope {slope:.2f}")
+    ahead = video_dpo_loss(win + change, lose, win.detach(), lose.detach(), beta=20.0)
+    slope = torch.autograd.grad(ahead, win)[0].sum().item()
+    print(f"winner's error {change:+.2f}: loss {ahead.item():.3f}, slope {slope:.2f}")
 
 # %% [markdown]
 # A pair that is already told apart (the first line) pulls no more: its slope goes to 0, and beta
@@ -636,6 +636,7 @@ for name, row in table.items():
 
 # %% tags=["nbval-ignore-output"]
 fig = plot.bars(table, "share, and relative size")
+fig.set_size_inches(9.5, 3)  # room for twelve numbers
 fig.axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
@@ -664,4 +665,5 @@ plt.show()
 # | Diffusion-DPO on SDXL | people preferred it to SDXL with its refiner | arXiv 2311.12908 |
 # | Ulysses | communication stays constant when sequence and devices grow alike | arXiv 2309.14509 |
 #
-# Now do it yourself: [the lab](../labs/44_dit_port.ipynb).
+# Now do it yourself: [the lab](../labs/44_dit_port.ipynb). It is the last chapter; the map of all of
+# them is on [the first page](00_start_here.ipynb).
