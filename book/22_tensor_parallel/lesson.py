@@ -104,8 +104,8 @@ plt.show()
 #
 # ## Which tensor is cut, and which collective pays?
 #
-# Read the picture from left to right: `x @ W`, a colour for each of four ranks, rank 0 to 3 from left
-# to right and from top to bottom, grey for what every rank has whole. It is half a block. Attention and MLP are both of this form: a product
+# Read the picture from left to right: `x @ W`, a colour for each of four ranks, grey for what every
+# rank has whole. It is half a block. Attention and MLP are both of this form: a product
 # whose output features are cut, something that works feature by feature (or head by head), and a
 # product whose input features are cut.
 

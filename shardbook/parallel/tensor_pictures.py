@@ -24,12 +24,12 @@ def draw_half_block(sequence_parallel: bool = False, ranks: int = 4) -> Figure:
         ("norm(x)", "tokens", "D", around, (enter, back[0])),
         ("input", "tokens", "D", "whole", ("@", "")),
         ("qkv or up", "D", "hidden", "columns", ("=", "")),
-        ("heads or hidden", "tokens", "hidden", "columns", ("@", "")),
+        ("attention(heads)\nor gelu(hidden)", "tokens", "hidden", "columns", ("@", "")),
         ("out or down", "hidden", "D", "rows", ("=", "")),
         ("partial sums", "tokens", "D", "partial", (leave, back[1])),
         ("y", "tokens", "D", around, None),
     ]
-    fig, (ax,) = plot.figure(12, 2.9)
+    fig, (ax,) = plot.figure(12, 3.3)
     x = 0.0
     for label, rows, columns, cut, link in parts:
         height, width = SIZES[rows], SIZES[columns]
@@ -40,7 +40,11 @@ def draw_half_block(sequence_parallel: bool = False, ranks: int = 4) -> Figure:
         x += width
         if link:
             x = _link(ax, x, *link)
-    ax.set(xlim=(-0.1, x + 0.1), ylim=(-1.45, 1.2), aspect="equal")
+    names = [*(f"rank {r}" for r in range(ranks)), "whole on every rank"]
+    colours = [*plot.COLOURS[:ranks], "#dddddd"]
+    keys = [Rectangle((0, 0), 1, 1, facecolor=colour) for colour in colours]
+    ax.legend(keys, names, loc="lower center", ncols=ranks + 1, bbox_to_anchor=(0.5, 0.98))
+    ax.set(xlim=(-0.1, x + 0.1), ylim=(-1.6, 1.2), aspect="equal")
     ax.axis("off")
     return fig
 
