@@ -1,6 +1,9 @@
 """Chapter 31: FlashAttention, judged against plain attention in float64 on the host."""
 
+import functools
+import gc
 import math
+import weakref
 
 import torch
 from torch import Tensor
@@ -89,15 +92,34 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _never_quadratic(run, s: int, t: int, what: str) -> None:
+# (S, T, D), blocks, and the most elements that a tensor may have: a share of S x T, or the inputs
+TILED = [((600, 500, 8), 64, 600 * 500 // 4), ((200, 150, 4), 16, 4 * 16 * 16)]
+
+
+def _never_quadratic(run, shape, block: int, limit: int, what: str) -> None:
     with _Largest() as largest:
         run()
-    limit = s * t // 4
+    s, t, _ = shape
     expect(
         largest.numel <= limit,
-        f"{what} made a tensor of {largest.numel} elements for {s} queries and {t} keys, expected "
-        f"tiles: at most {limit}",
+        f"{what} made a tensor of {largest.numel} elements for {s} queries and {t} keys in tiles "
+        f"of {block} x {block}, expected at most {limit}",
     )
+
+
+def _rounded(actual: Tensor, expected: Tensor, what: str) -> None:
+    """A bf16 tensor that was summed in more than bf16, of inputs that were rounded before."""
+    same(actual.dtype, torch.bfloat16, f"the dtype of {what}")
+    same(tuple(actual.shape), tuple(expected.shape), f"the shape of {what}")
+    error = float((actual.detach().cpu().double() - expected).abs().max() / expected.abs().max())
+    # one rounding to bf16 is 2^-9 of a value; out was rounded as well before the backward
+    expect(
+        error < 1.5 * 2**-8,
+        f"{what} is off by {error:.2g} of its largest value, rounding is 0.002",
+    )
+
+
+LOW = [(1, 2, 33, 700, 16), (1, 2, 700, 33, 16)]  # in bf16: long sums over keys, over queries
 
 
 ALIGN = (
@@ -215,21 +237,28 @@ def flash_attention_forward(answer, report):
         "inputs in bf16 give out in bf16, summed in fp32, and lse in fp32",
         hint="bf16 keeps 8 bits: convert a tile to fp32 before the products, round once at the end",
     ):
-        q, k, v, _ = (x.bfloat16() for x in _inputs(1, 2, 33, 700, 16))
-        out, lse = answer(*[x.to(where) for x in (q, k, v)], False, 16, 16)
-        same(out.dtype, torch.bfloat16, "the dtype of out")
-        same(lse.dtype, torch.float32, "the dtype of lse")
-        want, want_lse, _ = _plain(q, k, v, False)
-        error = (out.cpu().double() - want).abs().max() / want.abs().max()
-        # one rounding to bf16 is 2^-9 of a value
-        expect(error < 2**-8, f"out is off by {error:.2g} of its largest value, rounding is 0.002")
-        close(lse, want_lse.float(), "lse", 1e-4)
+        q, k, v, _ = (x.bfloat16() for x in _inputs(*LOW[0]))
+        for causal in (False, True):
+            what = "with a causal mask" if causal else "without a mask"
+            out, lse = answer(*[x.to(where) for x in (q, k, v)], causal, 16, 16)
+            same(out.dtype, torch.bfloat16, f"the dtype of out {what}")
+            same(lse.dtype, torch.float32, f"the dtype of lse {what}")
+            want, want_lse, _ = _plain(q, k, v, causal)
+            error = (out.cpu().double() - want).abs().max() / want.abs().max()
+            # one rounding to bf16 is 2^-9 of a value
+            expect(
+                error < 2**-8,
+                f"out is off by {error:.2g} of its largest value {what}, rounding is 0.002",
+            )
+            close(lse, want_lse.float(), f"lse {what}", 1e-4)
     with report.property(
         "no tensor of S x T is made", hint="mask, scores and weights exist for one tile at a time"
     ):
-        q, k, v, _ = (x.to(where) for x in _inputs(1, 1, 600, 500, 8))
-        for causal in (False, True):
-            _never_quadratic(lambda c=causal: answer(q, k, v, c), 600, 500, "the forward")
+        for shape, block, limit in TILED:
+            q, k, v, _ = (x.to(where) for x in _inputs(1, 1, *shape))
+            for causal in (False, True):
+                run = functools.partial(answer, q, k, v, causal, block, block)
+                _never_quadratic(run, shape, block, limit, "the forward")
     with report.property(
         "causal masking skips the tiles it empties",
         hint="a row of tiles ends at the last key its last query sees",
@@ -248,7 +277,7 @@ def _skips(run, share: float) -> None:
     got = counts[1] / counts[0]
     expect(
         got <= share + 0.01,
-        f"the causal run computes {got:.2f} of the full one, expected {share:.2f}",
+        f"the causal run computes {got:.2f} of the full one, expected at most {share:.2f}",
     )
 
 
@@ -290,13 +319,34 @@ def flash_attention_backward(answer, report):
         low = [x.bfloat16().to(where) for x in (grad, q, k, v, out)]
         for name, g in zip(("dq", "dk", "dv"), answer(*low, lse.float().to(where)), strict=True):
             same(g.dtype, torch.bfloat16, f"the dtype of {name}")
+        for shape in LOW:
+            for causal in (False, True):
+                q, k, v, grad = (x.bfloat16() for x in _inputs(*shape))
+                out, lse, _ = _plain(q, k, v, causal)
+                low = [x.to(where) for x in (grad, q, k, v, out.bfloat16(), lse.float())]
+                got = answer(*low, causal, 16, 16)
+                wanted = _plain_gradients(q, k, v, grad, causal)
+                for name, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True):
+                    _rounded(g, w, f"{name} in bf16 for S={shape[2]}, T={shape[3]}")
     with report.property(
         "no tensor of S x T is made", hint="compute the weights again, tile by tile"
     ):
-        q, k, v, grad = _inputs(1, 1, 600, 500, 8)
-        out, lse, _ = _plain(q, k, v, False)
-        inputs = [x.float().to(where) for x in (grad, q, k, v, out, lse)]
-        _never_quadratic(lambda: answer(*inputs), 600, 500, "the backward")
+        for shape, block, limit in TILED:
+            q, k, v, grad = _inputs(1, 1, *shape)
+            out, lse, _ = _plain(q, k, v, False)
+            inputs = [x.float().to(where) for x in (grad, q, k, v, out, lse)]
+            run = functools.partial(answer, *inputs, False, block, block)
+            _never_quadratic(run, shape, block, limit, "the backward")
+    with report.property(
+        "causal masking skips the tiles it empties",
+        hint="the tiles that the forward does not visit have no gradient either",
+    ):
+        q, k, v, grad = _inputs(1, 1, 512, 512, 8)
+        inputs = []
+        for causal in (False, True):
+            out, lse, _ = _plain(q, k, v, causal)
+            inputs.append([x.float().to(where) for x in (grad, q, k, v, out, lse)])
+        _skips(lambda causal: answer(*inputs[causal], causal, 64, 64), 36 / 64)
 
 
 def _attached(out: Tensor) -> list[Tensor]:
@@ -310,6 +360,27 @@ def _attached(out: Tensor) -> list[Tensor]:
         todo += [n for n, _ in node.next_functions]
         found += tensors_of(getattr(node, "__dict__", {}))
     return found
+
+
+def _kept(answer, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that a call keeps for the backward, and those of q, k, v, out and an fp32 lse."""
+    leaves = [
+        x.to(device(), dtype).requires_grad_() for x in _inputs(1, 2, 300, 310, 8, seed=1)[:3]
+    ]
+    saved: dict = {}
+
+    def note(t: Tensor) -> Tensor:
+        saved[t.untyped_storage().data_ptr()] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        out = answer(*leaves, False)
+    if not saved:
+        return 0, 0
+    for t in _attached(out):
+        note(t)
+    wanted = sum(x.numel() * x.element_size() for x in (*leaves, out))
+    return sum(saved.values()), wanted + 4 * out.shape[:3].numel()
 
 
 @check("flash_attention")
@@ -328,35 +399,49 @@ def flash_attention(answer, report):
                 leaves = [x.requires_grad_() for x in laid]
                 out = answer(*leaves, causal)
                 close(out, _plain(q, k, v, causal)[0].float(), f"out for {shape}")
-                got = torch.autograd.grad(out, leaves, grad.to(where))
+                laid = grad.transpose(1, 2).contiguous().to(where).transpose(1, 2)
+                got = torch.autograd.grad(out, leaves, laid)
                 wanted = _plain_gradients(q, k, v, grad, causal)
                 for name, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True):
                     close(g, w.float(), f"{name} for S={shape[2]}, T={shape[3]}")
     with report.property(
+        "and in bf16, summed in fp32",
+        hint="out and the gradients have the dtype of q, k and v and are rounded once, at the end",
+    ):
+        for shape in LOW:
+            for causal in (False, True):
+                q, k, v, grad = (x.bfloat16() for x in _inputs(*shape))
+                leaves = [x.clone().to(where).requires_grad_() for x in (q, k, v)]
+                out = answer(*leaves, causal)
+                got = out, *torch.autograd.grad(out, leaves, grad.to(where))
+                wanted = _plain(q, k, v, causal)[0], *_plain_gradients(q, k, v, grad, causal)
+                for name, g, w in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+                    _rounded(g, w, f"{name} for S={shape[2]}, T={shape[3]}")
+    with report.property(
         "only q, k, v, out and lse are kept for backward",
         hint="save_for_backward(q, k, v, out, lse): what autograd keeps by itself is S x T",
     ):
-        q, k, v, _ = (x.to(where) for x in _inputs(1, 2, 300, 310, 8))
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        saved: dict = {}
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda t: (saved.__setitem__(t.untyped_storage().data_ptr(), t.numel()), t)[1],
-            lambda t: t,
-        )
-        with hooks:
-            out = answer(*leaves, False)
-        wanted = sum(x.numel() for x in (*leaves, out)) + out.shape[:3].numel()
-        expect(bool(saved), "nothing was saved for backward: is it differentiable?")
-        for t in _attached(out):
-            saved[t.untyped_storage().data_ptr()] = t.numel()
-        total = sum(saved.values())
-        expect(total <= wanted, f"{total} elements are kept for backward, expected {wanted}")
+        for dtype in (torch.float32, torch.bfloat16):
+            total, wanted = _kept(answer, dtype)
+            expect(total > 0, "nothing was saved for backward: is it differentiable?")
+            expect(
+                total <= wanted,
+                f"{total} bytes are kept for backward in {dtype}, expected {wanted}",
+            )
+        q, k, v, _ = (x.to(where).requires_grad_() for x in _inputs(1, 1, 20, 30, 4))
+        leaves = [weakref.ref(x) for x in (q, k, v)]
+        answer(q, k, v, False).sum().backward()
+        del q, k, v
+        gc.collect()
+        alive = any(x() is not None for x in leaves)
+        expect(not alive, "q, k and v are kept alive by something after the backward")
     with report.property(
         "causal masking skips the tiles it empties",
         hint="a row of tiles ends at the last key its last query sees",
     ):
-        q, k, v, _ = (x.to(where) for x in _inputs(1, 1, 512, 512, 8))
-        _skips(lambda causal: answer(q, k, v, causal), 36 / 64)
+        # long enough for the answer's own tiles, of up to 256 x 256: 10 of 16
+        q, k, v, _ = (x.to(where) for x in _inputs(1, 1, 1024, 1024, 8))
+        _skips(lambda causal: answer(q, k, v, causal), 10 / 16)
 
 
 @check("attention_io")

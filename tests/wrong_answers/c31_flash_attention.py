@@ -153,6 +153,24 @@ wrong("flash_attention_forward", says="bf16|dtype|lse")(_forward("sums_in_bf16",
 wrong("flash_attention_forward", says="off by|nan")(_forward("nan_rows", guard=False))
 
 
+@wrong("flash_attention_forward", says="lse with a causal mask")
+def lse_in_bf16_where_causal(q, k, v, causal=False, block_q=64, block_k=64):
+    out, lse = flash.flash_attention_forward(q, k, v, causal, block_q, block_k)
+    return out, lse.to(q.dtype) if causal else lse
+
+
+@wrong("flash_attention_forward", says="made a tensor.*16 x 16")
+def strips_of_all_keys(q, k, v, causal=False, block_q=64, block_k=64):
+    """A plain softmax for each block of queries: block_k is ignored, nothing is online."""
+    parts = []
+    for a in range(0, q.shape[2], block_q):
+        last = min(a + block_q, q.shape[2]) + k.shape[2] - q.shape[2]
+        end = max(0, last) if causal else k.shape[2]
+        parts.append(whole_matrix(q[:, :, a : a + block_q], k[:, :, :end], v[:, :, :end], causal))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
 @wrong("flash_attention_forward", says="made a tensor")
 def whole_matrix(q, k, v, causal=False, block_q=64, block_k=64):
     s = q.float() @ k.float().transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -169,15 +187,16 @@ def whole_matrix(q, k, v, causal=False, block_q=64, block_k=64):
 
 
 def _backward(name, delta=True, scale=True, align="bottom", tail=True, transpose_ds=True,
-              dead_rows=True, low=False):  # fmt: skip
+              dead_rows=True, low=False, skip=True, sums=torch.float32):  # fmt: skip
     def answer(grad_out, q, k, v, out, lse, causal=False, block_q=64, block_k=64):
         rows, cols = q.shape[2], k.shape[2]
         shift = cols - rows if align == "bottom" else 0
         unit = q.shape[-1] ** -0.5
-        g, qf, kf, vf = (x.float() for x in (grad_out, q, k, v))
-        row_sum = (g * out.float()).sum(-1)
+        kind = q.dtype if sums is None else sums
+        g, qf, kf, vf = (x.to(kind) for x in (grad_out, q, k, v))
+        row_sum = (g * out.to(kind)).sum(-1)
         dq, dk, dv = torch.zeros_like(qf), torch.zeros_like(kf), torch.zeros_like(vf)
-        for r, c in _tiles(rows, cols, causal, block_q, block_k, shift, True, tail):
+        for r, c in _tiles(rows, cols, causal, block_q, block_k, shift, skip, tail):
             s = qf[:, :, r] @ kf[:, :, c].transpose(-1, -2) * unit
             if causal:
                 i = torch.arange(r.start, r.stop, device=q.device)[:, None] + shift
@@ -185,7 +204,7 @@ def _backward(name, delta=True, scale=True, align="bottom", tail=True, transpose
             row_lse = lse[:, :, r]
             if dead_rows:
                 row_lse = row_lse.masked_fill(row_lse == -torch.inf, torch.inf)
-            p = torch.exp(s - row_lse[..., None])
+            p = torch.exp(s - row_lse[..., None]).to(kind)
             dv[:, :, c] += p.transpose(-1, -2) @ g[:, :, r]
             dp = g[:, :, r] @ vf[:, :, c].transpose(-1, -2)
             ds = p * (dp - (row_sum[:, :, r, None] if delta else 0)) * (unit if scale else 1)
@@ -207,6 +226,13 @@ wrong("flash_attention_backward", says="nan|off by|inf")(
     _backward("dead_rows_nan", dead_rows=False)
 )
 wrong("flash_attention_backward", says="dtype")(_backward("always_fp32", low=True))
+wrong("flash_attention_backward", says="computes")(_backward("visits_all_tiles", skip=False))
+wrong("flash_attention_backward", says="in bf16.*off by")(_backward("sums_in_bf16", sums=None))
+
+
+@wrong("flash_attention_backward", says="made a tensor.*16 x 16")
+def backward_in_strips(grad_out, q, k, v, out, lse, causal=False, block_q=64, block_k=64):
+    return flash.flash_attention_backward(grad_out, q, k, v, out, lse, causal, 64, k.shape[2])
 
 
 @wrong("flash_attention_backward", says="made a tensor")
@@ -217,10 +243,14 @@ def whole_matrix_backward(grad_out, q, k, v, out, lse, causal=False, block_q=64,
 # flash_attention
 
 
+def _blocks(extra):
+    return (128, 128) if "large tiles" in extra else (64, 64)
+
+
 class _Ours(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, causal, extra):
-        out, lse = flash.flash_attention_forward(q, k, v, causal)
+        out, lse = flash.flash_attention_forward(q, k, v, causal, *_blocks(extra))
         more = [torch.zeros(q.shape[2], k.shape[2], device=q.device)] if "matrix" in extra else []
         ctx.save_for_backward(q, k, v, out, lse, *more)
         if "in ctx" in extra:
@@ -231,9 +261,14 @@ class _Ours(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         saved = ctx.saved_tensors[:5]
-        causal = ctx.causal and "full backward" not in ctx.extra
-        dq, dk, dv = flash.flash_attention_backward(grad, *saved, causal=causal)
-        if "swapped" in ctx.extra:
+        extra = ctx.extra
+        causal = ctx.causal and "full backward" not in extra
+        if "view" in extra:
+            grad = grad.view(-1, *grad.shape[2:]).view(grad.shape)
+        dq, dk, dv = flash.flash_attention_backward(grad, *saved, causal, *_blocks(extra))
+        if "times 3" in extra and dq.dtype == torch.bfloat16:
+            dq = dq * 3
+        if "swapped" in extra:
             dk, dv = dv, dk
         return dq, dk, dv, None, None
 
@@ -247,10 +282,27 @@ def _whole(name, *extra):
 
 
 right("flash_attention")(_whole("a_function_of_our_own"))
+right("flash_attention")(_whole("in_tiles_of_128", "large tiles"))
+wrong("flash_attention", says="and in bf16.*dq")(_whole("wrong_in_bf16", "times 3"))
+wrong("flash_attention", says="raised.*view")(_whole("views_the_gradient", "view"))
 wrong("flash_attention", says="kept for backward")(_whole("saves_a_matrix", "matrix"))
 wrong("flash_attention", says="kept for backward")(_whole("keeps_weights_in_ctx", "in ctx"))
 wrong("flash_attention", says="dk|dv|shape")(_whole("swaps_dk_and_dv", "swapped"))
 wrong("flash_attention", says="off by|dq|dv")(_whole("backward_not_causal", "full backward"))
+
+
+@wrong("flash_attention", says="bytes are kept for backward in torch.bfloat16")
+def saves_fp32_copies(q, k, v, causal=False):
+    return _Ours.apply(q.float(), k.float(), v.float(), causal, ()).to(q.dtype)
+
+
+_kept = []
+
+
+@wrong("flash_attention", says="kept alive")
+def remembers_its_inputs(q, k, v, causal=False):
+    _kept[:] = [*_kept[-8:], q, k, v]
+    return _Ours.apply(q, k, v, causal, ())
 
 
 @wrong("flash_attention", says="raised|differentiable|grad|saved")
