@@ -3,6 +3,7 @@
 import gc
 import math
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,12 @@ B, H, HKV, S, D = 2, 12, 6, 48, 5  # 48 positions divide by twice each group siz
 # ---- oracles: the whole sequence in one process, float64 on the host
 
 
-def _qkv(kv_heads: int = HKV, heads: int = H, seq: int = S):
+def _qkv(kv_heads: int = HKV, heads: int = H, seq: int = S, dim: int = D):
     return (
-        random(B, heads, seq, D, seed=1),
-        random(B, kv_heads, seq, D, seed=2),
-        random(B, kv_heads, seq, D, seed=3),
-        random(B, heads, seq, D, seed=4),  # the gradient of the output
+        random(B, heads, seq, dim, seed=1),
+        random(B, kv_heads, seq, dim, seed=2),
+        random(B, kv_heads, seq, dim, seed=3),
+        random(B, heads, seq, dim, seed=4),  # the gradient of the output
     )
 
 
@@ -107,6 +108,35 @@ def merge_attention(answer, report):
             close(out, zero, "out where no side saw a key", 0.0)
             close(lse, nothing, "lse where no side saw a key", 0.0)
     with report.property(
+        "gradients reach all four inputs", hint="merge with torch operations, outside no_grad"
+    ):
+        parts = [
+            *(random(2, 3, 4, 5, seed=11), random(2, 3, 4, seed=12)),
+            *(random(2, 3, 4, 5, seed=13), random(2, 3, 4, seed=14)),
+        ]
+        pulls = random(2, 3, 4, 5, seed=15), random(2, 3, 4, seed=16)
+        leaves = [x.to(where).requires_grad_() for x in parts]
+        merged = answer(*leaves)
+        expect(merged[0].requires_grad, "out carries no gradient")
+        got = torch.autograd.grad(merged, leaves, [x.to(where) for x in pulls])
+        exact = [x.double().requires_grad_() for x in parts]
+        both = torch.stack([exact[1], exact[3]])
+        share = both.softmax(0)[..., None]
+        merged = share[0] * exact[0] + share[1] * exact[2], both.logsumexp(0)
+        want = torch.autograd.grad(merged, exact, [x.double() for x in pulls])
+        for name, a, b in zip(("out_a", "lse_a", "out_b", "lse_b"), got, want, strict=True):
+            close(a, b.float(), f"the gradient of {name}")
+    with report.property(
+        "the lse of bf16 outputs stays fp32",
+        hint="bf16 has 8 bits: an lse of 100 in it is off by up to 0.25, its exp by a quarter",
+    ):
+        a, b = _part(scores[..., :4], values[:, :, :4]), _part(scores[..., 4:], values[:, :, 4:])
+        halves = a[0].bfloat16(), a[1] + 100, b[0].bfloat16(), b[1] + 100
+        out, lse = answer(*(x.to(where) for x in halves))
+        want, want_lse = _part(scores, values)
+        close(lse, want_lse + 100, "lse")
+        close(out.float(), want, "out of bf16 sides", 0.02)
+    with report.property(
         "each query by itself: rows of any size, and rows without keys, side by side",
         hint="take the larger lse of each row, not of the tensor, and choose with torch.where, "
         "not with an if",
@@ -148,6 +178,15 @@ def zigzag_shard(answer, report):
     ):
         refuses(answer, random(10, 3), 2, 0, 0, what="10 positions over 2 ranks")
         refuses(answer, random(9, 3), 3, 1, 0, what="9 positions over 3 ranks")
+    with report.property(
+        "gradients go back to where the values came from", hint="chunk and cat are differentiable"
+    ):
+        x, pull = random(3, 24, seed=1).to(device()).requires_grad_(), random(3, 8, seed=2)
+        got = answer(x, 3, 1, 1)
+        expect(got.requires_grad, "the shard carries no gradient")
+        (dx,) = torch.autograd.grad(got, x, pull.to(device()))
+        want = torch.zeros(3, 24).index_copy(1, _positions(24, 3, 1, True), pull)
+        close(dx, want, "the gradient of the whole tensor", 0.0)
 
 
 @check("zigzag_unshard")
@@ -165,6 +204,16 @@ def zigzag_unshard(answer, report):
                     for r in range(world)
                 ]
                 close(answer(shards, dim), x, f"{world} shards along dimension {dim}", 0.0)
+    with report.property(
+        "gradients go back to where the values came from", hint="chunk and cat are differentiable"
+    ):
+        shards = [random(3, 8, seed=r).to(device()).requires_grad_() for r in range(3)]
+        pull, got = random(3, 24, seed=4), answer(shards, 1)
+        expect(got.requires_grad, "the whole carries no gradient")
+        grads = torch.autograd.grad(got, shards, pull.to(device()))
+        for r, grad in enumerate(grads):
+            want = pull.index_select(1, _positions(24, 3, r, True))
+            close(grad, want, f"the gradient of shard {r}", 0.0)
 
 
 @check("shard_positions")
@@ -224,6 +273,58 @@ def _attend(answer, kind: str, kv_heads: int = HKV):
             (size, rank, tensors, forward, log, flops.get_total_flops(), sum(saved), same_inputs)
         )
     return results
+
+
+PLAIN = [  # dtype, kv heads, head dimension: all heads their own keys, one for all, bf16
+    (torch.float32, H, 8),
+    (torch.float32, 1, 3),
+    (torch.bfloat16, HKV, D),
+]
+
+
+def _plainly(answer, kind: str) -> list:
+    """(size, place, outputs of the cases of PLAIN without gradients, how many q still live)."""
+    results = []
+    for size, group, rank in last_ranks():
+        keep = _positions(S, size, rank, kind == "zigzag")
+        kwargs = {} if kind == "zigzag" else {"causal": kind == "causal"}
+        outs, given = [], []
+        for dtype, kv_heads, dim in PLAIN:
+            q, k, v, _ = _qkv(kv_heads, dim=dim)
+            q, k, v = (_as_projected(x[:, :, keep].to(device(), dtype)) for x in (q, k, v))
+            given.append(weakref.ref(q))
+            with torch.no_grad():
+                outs.append(answer(q, k, v, group=group, **kwargs).cpu())
+            del q, k, v
+        gc.collect()
+        results.append((size, rank, outs, sum(ref() is not None for ref in given)))
+    return results
+
+
+PLAINLY = "the same without gradients, for any kv heads and head dimension, and in bf16"
+PLAINLY_HINT = (
+    "scores are divided by the square root of q.shape[-1]; evaluation takes the same way as "
+    "training; out has q's dtype"
+)
+
+
+def _judge_plainly(values, kind: str) -> None:
+    for number, (dtype, kv_heads, dim) in enumerate(PLAIN):
+        q, k, v = (x.to(dtype).double() for x in _qkv(kv_heads, dim=dim)[:3])
+        gqa = kv_heads != H
+        whole = F.scaled_dot_product_attention(q, k, v, is_causal=kind != "full", enable_gqa=gqa)
+        for results in values:
+            for size, rank, outs, alive in results:
+                where = f"rank {rank} of {size}"
+                want = whole[:, :, _positions(S, size, rank, kind == "zigzag")].to(dtype)
+                name = str(dtype).removeprefix("torch.")
+                case = f"out without gradients, {name}, {kv_heads} kv heads of {dim}, on {where}"
+                close(outs[number], want, case, 0.03 if dtype == torch.bfloat16 else 1e-5)
+                expect(
+                    alive <= 1,
+                    f"{where} still holds the q of {alive} of {len(outs)} calls: memory that "
+                    "grows with every call",
+                )
 
 
 def _as_projected(x: Tensor) -> Tensor:
@@ -357,6 +458,8 @@ def ring_attention(answer, report):
     ):
         causal = report.ranks(_attend, 4, answer, "causal")
         _judge(causal, "causal")
+    with report.property(PLAINLY, hint=PLAINLY_HINT):
+        _judge_plainly(report.ranks(_plainly, 4, answer, "full"), "full")
     with report.property(
         "K and V are sent P-1 times, to the next rank, and nothing else moves forward",
         hint="the last block need not be sent on; kv heads travel as they are, not repeated",
@@ -393,6 +496,8 @@ def zigzag_ring_attention(answer, report):
     ):
         values = report.ranks(_attend, 4, answer, "zigzag")
         _judge(values, "zigzag")
+    with report.property(PLAINLY, hint=PLAINLY_HINT):
+        _judge_plainly(report.ranks(_plainly, 4, answer, "zigzag"), "zigzag")
     with report.property(
         "every rank computes at most (2P+1)/(4P^2) of the full attention",
         hint="of the four pairs of halves from another rank two are empty: don't compute and mask",
@@ -418,6 +523,18 @@ def zigzag_ring_attention(answer, report):
         _holds_few(report.ranks(_visitors, 4, answer, "zigzag"))
 
 
+def _four_all_to_alls(log, size: int, where: str) -> None:
+    count, nbytes = total(log, "all_to_all")
+    other = [c.op for c in log if c.op != "all_to_all"]
+    expect(not other, f"{where} used {other[:1]}")
+    expect(count <= 4, f"{where} made {count} all-to-alls, expected at most 4")
+    shard = B * H * (S // size) * D * 4
+    expect(
+        nbytes <= 4 * shard, f"{where} handed {nbytes} bytes to all-to-alls, expected {4 * shard}"
+    )
+    expect(count > 0 or size == 1, f"{where} never communicated")
+
+
 @check("ulysses_attention")
 def ulysses_attention(answer, report):
     """Heads for sequence."""
@@ -437,6 +554,8 @@ def ulysses_attention(answer, report):
         shared = {n: report.ranks(_attend, 4, answer, "causal", n) for n in (1, 2, 6)}
         for kv_heads, values in shared.items():
             _judge(values, "causal", kv_heads)
+    with report.property(PLAINLY, hint=PLAINLY_HINT):
+        _judge_plainly(report.ranks(_plainly, 4, answer, "full"), "full")
     with report.property(
         "kv heads travel as often as they must, not as often as there are query heads",
         hint="the smallest multiple of the kv heads that divides by the ranks: lcm(Hkv, P) heads; "
@@ -454,23 +573,13 @@ def ulysses_attention(answer, report):
                         f"all-to-alls, expected at most {most}",
                     )
     with report.property(
-        "at most four all-to-alls forward, of one shard each, and nothing else",
-        hint="q, k, v in, the output back",
+        "at most four all-to-alls each way, of one shard each, and nothing else",
+        hint="q, k, v in, the output back; their gradients take the same ways",
     ):
         for results in full or report.ranks(_attend, 4, answer, "full", 12):
-            for size, rank, _, forward, *_ in results:
-                count, nbytes = total(forward, "all_to_all")
-                where = f"rank {rank} of {size}"
-                other = [c.op for c in forward if c.op != "all_to_all"]
-                expect(not other, f"{where} used {other[:1]}")
-                expect(count <= 4, f"{where} made {count} all-to-alls, expected at most 4")
-                shard = B * H * (S // size) * D * 4
-                expect(
-                    nbytes <= 4 * shard,
-                    f"{where} handed {nbytes} bytes to all-to-alls, expected {4 * shard}",
-                )
-                if size > 1:
-                    expect(count > 0, f"{where} never communicated")
+            for size, rank, _, forward, backward, *_ in results:
+                for way, log in (("forward", forward), ("backward", backward)):
+                    _four_all_to_alls(log, size, f"{way} on rank {rank} of {size}")
     with report.property(
         "ValueError where the heads do not divide by the ranks",
         hint="12 heads fit on 2, 3 and 4 ranks, 10 heads do not fit on 4",

@@ -523,3 +523,112 @@ def silently_drops_heads(q, k, v, causal=False, group=None):
         keep = q.shape[1] // world * world
         return ulysses.ulysses_attention(q[:, :keep], k[:, :keep], v[:, :keep], causal, group)
     return ulysses.ulysses_attention(q, k, v, causal, group)
+
+
+# what only a second look shows: evaluation, other shapes and dtypes, the way back
+
+
+@wrong("merge_attention", says="no gradient")
+@torch.no_grad()
+def merges_without_graph(out_a, lse_a, out_b, lse_b):
+    return by_logaddexp(out_a, lse_a, out_b, lse_b)
+
+
+@wrong("merge_attention", says="lse is torch.bfloat16")
+def lse_in_the_dtype_of_out(out_a, lse_a, out_b, lse_b):
+    out, lse = by_logaddexp(out_a, lse_a, out_b, lse_b)
+    return out, lse.to(out_a.dtype)
+
+
+@wrong("zigzag_shard", says="no gradient")
+def shard_detached(x, world_size, rank, dim):
+    return context.zigzag_shard(x.detach(), world_size, rank, dim)
+
+
+@wrong("zigzag_unshard", says="no gradient")
+def unshard_detached(shards, dim):
+    return context.zigzag_unshard([s.detach() for s in shards], dim)
+
+
+@wrong("ring_attention", says="without gradients.*off by")
+def local_in_evaluation(q, k, v, causal=False, group=None):
+    if torch.is_grad_enabled():
+        return ring.ring_attention(q, k, v, causal, group)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+@wrong("ring_attention", says="kv heads of 8.*off by")
+def ring_scale_of_five(q, k, v, causal=False, group=None):
+    return ring.ring_attention(q * (q.shape[-1] / 5) ** 0.5, k, v, causal, group)
+
+
+@wrong("ring_attention", says="12 kv heads")
+def pairs_of_heads_only(q, k, v, causal=False, group=None):
+    k, v = (x[:, : q.shape[1] // 2] for x in (k, v))
+    return ring.ring_attention(q, k, v, causal, group)
+
+
+@wrong("ring_attention", says="torch.float32, expected torch.bfloat16")
+def ring_comes_back_as_fp32(q, k, v, causal=False, group=None):
+    return ring.ring_attention(q.float(), k.float(), v.float(), causal, group)
+
+
+KEPT: list = []
+
+
+@wrong("ring_attention", says="still holds the q of 3 of 3 calls")
+def ring_that_keeps_all_calls(q, k, v, causal=False, group=None):
+    out = ring.ring_attention(q, k, v, causal, group)
+    KEPT.append((q, out))
+    return out
+
+
+@wrong("zigzag_ring_attention", says="12 kv heads")
+def zigzag_of_shared_heads_only(q, k, v, group=None):
+    shared = 1 < k.shape[1] < q.shape[1]
+    return ring.zigzag_ring_attention(q if shared else q * 0, k, v, group)
+
+
+@wrong("ulysses_attention", says="1 kv heads.*off by")
+def ulysses_shares_only_causally(q, k, v, causal=False, group=None):
+    if not causal and k.shape[1] != q.shape[1]:
+        q = q * 0
+    return ulysses.ulysses_attention(q, k, v, causal, group)
+
+
+@wrong("ulysses_attention", says="kv heads of 8.*off by")
+def ulysses_scale_of_five(q, k, v, causal=False, group=None):
+    return ulysses.ulysses_attention(q * (q.shape[-1] / 5) ** 0.5, k, v, causal, group)
+
+
+@wrong("ulysses_attention", says="torch.float32, expected torch.bfloat16")
+def ulysses_comes_back_as_fp32(q, k, v, causal=False, group=None):
+    return ulysses.ulysses_attention(q.float(), k.float(), v.float(), causal, group)
+
+
+class _GathersTheGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        pieces = [torch.empty_like(grad) for _ in range(dist.get_world_size(ctx.group))]
+        dist.all_gather(pieces, grad, group=ctx.group)
+        return grad, None
+
+
+@wrong("ulysses_attention", says="backward on rank . of . used .'all_gather'")
+def ulysses_gathers_going_back(q, k, v, causal=False, group=None):
+    out = ulysses.ulysses_attention(q, k, v, causal, group)
+    return _GathersTheGradient.apply(out, group)
+
+
+@right("merge_attention")
+def by_stacking(out_a, lse_a, out_b, lse_b):
+    both = torch.stack([lse_a, lse_b])
+    lse = torch.logsumexp(both, 0)
+    w = torch.exp(both - lse.masked_fill(lse.isneginf(), 0.0))
+    return w[0][..., None] * out_a + w[1][..., None] * out_b, lse
