@@ -87,6 +87,7 @@ def check(argv: list[str]) -> int:
     if not 0 < args.timeout <= 1e6:  # nan is neither
         return _refuse("--timeout must be a number of seconds above 0, at most a million")
 
+    from . import worker
     from .checks import isolate
 
     try:
@@ -96,7 +97,7 @@ def check(argv: list[str]) -> int:
             _print_json([isolate.unusable(name, str(error), 0.0) for name in asked])
         return _refuse(str(error))
 
-    isolate.adopt_orphans()
+    worker.adopt_orphans()
     isolate.start(chapter)
     verdicts, trouble = [], ""
     try:

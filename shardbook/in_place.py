@@ -25,7 +25,7 @@ def run(
     from .ranks import NotWritten, RankError, Result, merge_traces
 
     if not dist.is_initialized():
-        local_rank, local_size = (int(os.environ[k]) for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        local_rank, local_size = _place()
         if local_rank == 0 and (note := too_few(local_size)):
             print(note)
         set_rank_device(local_rank, local_size)
@@ -58,10 +58,38 @@ def run(
 
             recorded.clock = offset()
         found: list = [None] * size
-        dist.all_gather_object(found, worker.dumps((value, recorded)))
+        dist.all_gather_object(found, _packed(value, recorded, rank))
     pairs = [pickle.loads(x) for x in found]
     merged = merge_traces([t for _, t in pairs]) if trace else None
     return Result([v for v, _ in pairs], [""] * size, merged)
+
+
+def _place() -> tuple[int, int]:
+    """(rank on this host, ranks on it) as the launcher says."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    absent = [name for name in names if name not in os.environ]
+    if absent:
+        raise RuntimeError(
+            f"RANK and WORLD_SIZE are set, so this process is a rank of some launcher, but "
+            f"{', '.join(absent)} is not: start with torchrun, or unset RANK to start ranks here"
+        )
+    try:
+        local_rank, local_size = (int(os.environ[name]) for name in names[2:4])
+        int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except ValueError as error:
+        raise RuntimeError(
+            f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be whole numbers ({error})"
+        ) from None
+    return local_rank, local_size
+
+
+def _packed(value: object, recorded: object, rank: int) -> bytes:
+    from .ranks import RankError
+
+    try:
+        return worker.dumps((value, recorded))
+    except Exception as error:
+        raise RankError(f"rank {rank} {worker.cannot_send(value, error)}", {rank: error}) from error
 
 
 @contextlib.contextmanager

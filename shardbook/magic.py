@@ -4,7 +4,6 @@ import ast
 import shlex
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from . import worker
 from .device import device
 from .ranks import run
 
+GIVEN = {"rank", "world_size", "device", "torch", "dist"}  # names that every cell finds
 USAGE = "%%ranks [number of ranks] [--trace] [--timeout SECONDS]"
 
 
@@ -38,30 +38,44 @@ def ranks(line: str, cell: str) -> Any:
     world_size, trace, timeout = options(line)
     source = "\n" + shell.transform_cell(cell)  # the magic's own line is the cell's first
     name = shell.compile.cache(source)
-    code = compile(_print_last(ast.parse(source, name)), name, "exec")
-    names = {n: shell.user_ns[n] for n in sorted(set(_names(code))) if n in shell.user_ns}
-    _can_be_sent(names)
+    tree = ast.parse(source, name)
+    read, assigned = _names(tree)
+    if "get_ipython" in read and "get_ipython" not in cell:
+        raise ValueError(
+            "magics (%…), shell commands (!…) and help (?) don't run on ranks: take them out of "
+            "the %%ranks cell, or run them in a cell of their own"
+        )
+    code = compile(_print_last(tree), name, "exec")
+    wanted = sorted(read - GIVEN)
+    names = {n: shell.user_ns[n] for n in wanted if n in shell.user_ns}
+    names = _can_be_sent(names, assigned)
     result = run(_body, code, names, world_size=world_size, timeout=timeout, trace=trace)
     return result.trace
 
 
-def _can_be_sent(names: dict[str, Any]) -> None:
+def _can_be_sent(names: dict[str, Any], assigned: set[str]) -> dict[str, Any]:
+    """The names that ranks can get; one that the cell makes itself need not be sent."""
+    sent = dict(names)
     for name, value in names.items():
         if isinstance(value, (torch.Tensor, types.ModuleType)):
             continue
         try:
             worker.dumps(value)
         except Exception as error:
+            if name in assigned:
+                del sent[name]
+                continue
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(
                 f"the cell uses the notebook's {name!r}, which can't be sent to the ranks "
                 f"({reason}); make it inside the cell instead"
             ) from None
+    return sent
 
 
 def options(line: str) -> tuple[int, bool, float]:
     """(ranks, trace, timeout) of the magic's line; ValueError with the usage if it has others."""
-    world_size, trace, timeout = 4, False, 60.0
+    world_size, trace, timeout = None, False, 60.0
     try:
         words = shlex.split(line)
         while words:
@@ -70,11 +84,13 @@ def options(line: str) -> tuple[int, bool, float]:
                 trace = True
             elif word == "--timeout":
                 timeout = float(words.pop(0))
-            else:
+            elif world_size is None:
                 world_size = int(word)
+            else:
+                raise ValueError("two numbers of ranks")
     except (ValueError, IndexError):
         raise ValueError(f"%%ranks {line}: expected {USAGE}") from None
-    return world_size, trace, timeout
+    return 4 if world_size is None else world_size, trace, timeout
 
 
 def _print_last(tree: ast.Module) -> ast.Module:
@@ -86,11 +102,15 @@ def _print_last(tree: ast.Module) -> ast.Module:
     return tree
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+def _names(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """The names that a cell reads, and those it assigns; attributes are neither."""
+    found: dict[type, set[str]] = {ast.Load: set(), ast.Store: set(), ast.Del: set()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found[type(node.ctx)].add(node.id)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            found[ast.Load].add(node.target.id)
+    return found[ast.Load], found[ast.Store]
 
 
 def _show(value: Any) -> None:

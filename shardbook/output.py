@@ -1,7 +1,9 @@
 """What ranks print: captured to a file each, shown by rank with identical lines folded."""
 
+import contextlib
 import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -73,6 +75,16 @@ def fold(outputs: Sequence[str] | dict[int, str]) -> str:
     return "\n".join(shown)
 
 
+def show(text: str) -> None:
+    """Print; what stdout can't encode as "?", and nothing where nobody reads any more."""
+    with contextlib.suppress(OSError):  # a closed pipe must not cost the run its values
+        try:
+            print(text, flush=True)
+        except UnicodeEncodeError:
+            known = getattr(sys.stdout, "encoding", None) or "ascii"
+            print(text.encode(known, "replace").decode(known), flush=True)
+
+
 class Tail:
     """Shows the lines of rank 0 as they come, once a run has lasted LIVE_AFTER seconds."""
 
@@ -89,7 +101,7 @@ class Tail:
         self.start = time.monotonic() - LIVE_AFTER + 0.2  # five times a second
         lines = read(self.path).split("\n")[:-1]
         for line in lines[self.lines : SHOWN_LINES]:
-            print(f"[rank 0] {line[:SHOWN_CHARACTERS]}", flush=True)
+            show(f"[rank 0] {line[:SHOWN_CHARACTERS]}")
         self.lines = max(self.lines, min(len(lines), SHOWN_LINES))
 
     def rest(self, outputs: Sequence[str]) -> dict[int, str]:

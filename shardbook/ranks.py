@@ -11,9 +11,11 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -111,8 +113,10 @@ def run(
             f"{getattr(fn, '__name__', fn)!s} or one of its arguments can't be sent to the ranks "
             f"({type(error).__name__}: {error}); make it inside the function instead"
         ) from error
-    folder = tempfile.mkdtemp(prefix="shardbook-")
+    folder = ""
     try:
+        with _uninterrupted():
+            folder = tempfile.mkdtemp(prefix="shardbook-")
         with _store() as store:
             job = {
                 "call": call,
@@ -130,10 +134,11 @@ def run(
                 end = follow.follow(processes, folder, timeout, tail)
         outputs = [output.read(f"{folder}/output-{r}") for r in range(world_size)]
         if tail is not None and (text := output.fold(tail.rest(outputs))):
-            print(text, flush=True)
+            output.show(text)
         found = {r: follow.outcome(folder, r) for r in range(world_size)}
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with _uninterrupted():
+            shutil.rmtree(folder, ignore_errors=True)
     if end is not None:
         error = _error(end, {r: o for r, o in found.items() if o is not None})
         error.output = outputs
@@ -184,7 +189,7 @@ def _started(world_size: int, folder: str) -> Iterator[list]:
             method = "forkserver"
             forkserver = multiprocessing.get_context(method)
             forkserver.set_forkserver_preload(["shardbook._preload"])
-        with _no_main():
+        with _starting, _uninterrupted(), _no_main():
             try:
                 context = torch.multiprocessing.start_processes(
                     worker.main, (folder,), nprocs=world_size, join=False, start_method=method
@@ -193,12 +198,32 @@ def _started(world_size: int, folder: str) -> Iterator[list]:
                 raise RankError(f"the ranks can't be started ({error!r})") from error
         yield context.processes
     finally:
-        mine = context.processes if context else set(multiprocessing.active_children()) - before
-        for process in mine:
-            worker.end_group(process.pid)
-            process.kill()
-        for process in mine:
-            process.join(10)
+        with _uninterrupted():
+            mine = context.processes if context else set(multiprocessing.active_children()) - before
+            for process in mine:
+                worker.end_group(process.pid)
+                process.kill()
+            for process in mine:
+                process.join(10)
+
+
+_starting = threading.Lock()  # what _no_main changes belongs to the whole process
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """An interrupt waits until the block ends: half a start, or half an end, leaves orphans."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple] = []
+    before = signal.signal(signal.SIGINT, lambda *args: came.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+        if came and callable(before):
+            before(*came[0])
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ early is told apart from one whose connection broke.
 
 import contextlib
 import faulthandler
+import glob
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -63,6 +64,7 @@ def main(local_rank: int, folder: str) -> None:
         os.setpgid(0, 0)  # a group of its own, so that what this rank starts can be ended with it
     log.write("S", os.getpid())
     _end_with_parent()
+    adopt_orphans()
     warnings.formatwarning = lambda message, kind, *_, **__: f"{kind.__name__}: {message}\n"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the notebook's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -71,9 +73,12 @@ def main(local_rank: int, folder: str) -> None:
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         # The last resort, should this process be stuck where no Python runs and the parent be gone.
         faulthandler.dump_traceback_later(job["timeout"] + 30, exit=True, file=stack)
+        rank = os.getpid()
         kind, outcome = _attempt(job, local_rank, log)
         with contextlib.suppress(Exception):  # closed, or replaced by something else
             sys.stdout.flush()
+        if os.getpid() != rank:  # a child that the function forked: the rank itself reports
+            os._exit(0)
         with open(f"{folder}/outcome-{local_rank}", "wb") as f:
             f.write(outcome)
         log.write("F", kind)
@@ -104,11 +109,17 @@ def _attempt(job: dict, local_rank: int, log: "_Log") -> tuple[str, bytes]:
         return "error", _failure(error)
     try:
         return "value", dumps(("value", value, recorded))
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        what = f"returned {_kind(value)}, which can't be sent back ({reason}); "
-        what += "return tensors, numbers or lists"
-        return "unsendable", dumps(("unsendable", what, None))
+    except BaseException as error:
+        return "unsendable", dumps(("unsendable", cannot_send(value, error), None))
+
+
+def cannot_send(value: object, error: BaseException) -> str:
+    """Why a return value that can't be pickled is refused, and what to return instead."""
+    reason = f"{type(error).__name__}: {_text(error)}".splitlines()[0]
+    return (
+        f"returned {_kind(value)}, which can't be sent back ({reason}); "
+        "return tensors, numbers or lists"
+    )
 
 
 def _kind(value) -> str:
@@ -132,7 +143,7 @@ def _failure(error: BaseException) -> bytes:
             payload = dumps(("error", candidate, (name, frames)))
             cloudpickle.loads(payload)  # some exceptions pickle, but don't come back
             return payload
-        except (Exception, SystemExit):
+        except BaseException:  # an exception's own methods may raise anything
             continue
     raise AssertionError("a RuntimeError can always be pickled")
 
@@ -140,7 +151,7 @@ def _failure(error: BaseException) -> bytes:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:
+    except BaseException:
         return "(its text can't be shown)"
 
 
@@ -190,8 +201,29 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def adopt_orphans() -> None:
+    """On Linux, a process whose parent died becomes ours, so that who ends us finds it."""
+    with contextlib.suppress(Exception):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _children(pid: int) -> list[int]:
+    """What this process has started, and what that has; known on Linux only."""
+    found = []
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError), open(path) as file:
+            for child in map(int, file.read().split()):
+                found += [child, *_children(child)]
+    return found
+
+
 def end_group(pid: int) -> None:
     """Kill what the rank of this pid has started and left behind, and the rank."""
+    for child in _children(pid):  # also those that left the group for a session of their own
+        with contextlib.suppress(OSError):
+            os.kill(child, getattr(signal, "SIGKILL", signal.SIGTERM))
     if hasattr(os, "killpg"):
         with contextlib.suppress(OSError):  # it has no group yet, or no member any more
             os.killpg(pid, signal.SIGKILL)

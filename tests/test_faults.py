@@ -414,3 +414,108 @@ def test_interrupt(before):
         sb.run(time.sleep, 1e6)
     assert not ranks_alive(before)
     assert sb.run(total, 2, world_size=3).values == [6.0] * 3
+
+
+# What a run must not change, and what it must not leave
+
+
+def forks():
+    pid = os.fork()
+    if pid == 0:
+        return "child"
+    os.waitpid(pid, 0)
+    return "parent"
+
+
+def test_a_child_that_a_rank_forks_does_not_answer_for_it():
+    assert sb.run(forks, world_size=2).values == ["parent", "parent"]
+
+
+def starts_a_session():
+    command = ["sleep", "77"]
+    return subprocess.Popen(command, start_new_session=True).pid
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="who is whose child: /proc")
+def test_a_process_in_a_session_of_its_own_ends_with_the_run():
+    pids = sb.run(starts_a_session, world_size=2).values
+    assert wait_until(lambda: not any(map(alive, pids)), 5)
+
+
+def test_runs_in_threads_leave_the_main_module_alone():
+    main, values = sys.modules["__main__"], []
+    threads = [
+        threading.Thread(target=lambda: values.append(sb.run(os.getpid, world_size=2).values))
+        for _ in range(4)
+    ]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert sys.modules["__main__"] is main
+    assert len({pid for pids in values for pid in pids}) == 8
+
+
+def test_what_stdout_cannot_show_costs_no_values():
+    code = "import shardbook as sb; print(sb.run(lambda: (print('é'), 42)[1], world_size=2).values)"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "[ranks 0-1] ?\n[42, 42]\n", done.stderr
+
+
+INTERRUPTED = """
+import os, random, shutil, signal, sys, tempfile, threading, time
+import shardbook as sb
+sb.run(os.getpid, world_size=2)
+random.seed(0)
+for _ in range(40):
+    threading.Timer(random.uniform(0.002, 0.06), os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        sb.run(os.getpid, world_size=2)
+        time.sleep(0.1)
+    except KeyboardInterrupt:
+        pass
+print(sb.run(lambda: 1, world_size=2).values, flush=True)
+time.sleep(0.5)
+from tests.processes import descendants
+left = descendants(os.getpid())
+names = [open(f"/proc/{p}/cmdline").read() for p in left if os.path.exists(f"/proc/{p}/cmdline")]
+print(len(left), os.listdir(tempfile.gettempdir()))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="who is whose child: /proc")
+def test_interrupts_at_any_moment_leave_neither_ranks_nor_folders(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    first, _, second = done.stdout.strip().partition("\n")
+    assert first == "[1, 1]", done.stdout + done.stderr
+    count, _, folders = second.partition(" ")
+    assert int(count) <= 2, second  # the fork server and multiprocessing's resource tracker
+    assert "shardbook-" not in folders
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "LOCAL_RANK.* is not: start with torchrun, or unset"),
+        (
+            {n: "x" for n in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+            | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+            "must be whole numbers",
+        ),
+    ],
+)
+def test_half_a_launcher_is_told_so(monkeypatch, names, says):
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=says):
+        sb.run(os.getpid, world_size=1)

@@ -129,6 +129,17 @@ def test_magic(kernel):
     assert "SyntaxError" in kernel.run("%%ranks 2\nx = = 3")
 
 
+def test_magic_sends_what_the_cell_reads_and_nothing_else(kernel):
+    kernel.run("import threading\nlk = item = rank = threading.Lock()")
+    assert "[ranks 0-1] 3" in kernel.run("%%ranks 2\nlk = 3\nprint(lk)")
+    assert "[ranks 0-1] 1.0" in kernel.run("%%ranks 2\nprint(torch.ones(1).item())")
+    assert "[rank 1] 1" in kernel.run("%%ranks 2\nprint(rank)")
+    assert "which can't be sent to the ranks" in kernel.run("%%ranks 2\nprint(lk)")
+    for line in ("%time x = 1", "!echo a", "print?"):
+        assert "don't run on ranks: take them out" in kernel.run(f"%%ranks 2\n{line}")
+    assert "expected %%ranks" in kernel.run("%%ranks 2 3\npass")
+
+
 def test_magic_with_trace(kernel):
     text = kernel.run("%%ranks 2 --trace\ndist.all_reduce(torch.ones(3))")
     assert "Error" not in text

@@ -136,3 +136,29 @@ def test_the_validator_sees(at, key, value, says):
     bad = copy.deepcopy(GOOD)
     bad["traceEvents"][at][key] = value
     assert any(says in problem for problem in validate(bad)), validate(bad)
+
+
+def test_numbers_that_json_has_not_become_text(tmp_path):
+    slice_ = {"ph": "X", "pid": 1, "tid": 1, "ts": 1, "dur": 1, "name": "a"}
+    trace = sb.show([{**slice_, "args": {"v": float("nan"), "w": [float("inf"), 1]}}])
+    trace.save(tmp_path / "t.json")
+    saved = json.loads((tmp_path / "t.json").read_text(), parse_constant=pytest.fail)
+    assert validate(saved) == []
+    args = [e["args"] for e in saved["traceEvents"] if e["ph"] == "X"]
+    assert args == [{"v": "nan", "w": ["inf", 1]}]
+    assert "as json" in validate({"traceEvents": [{"x": float("nan")}]})[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"ph": 5}, {"ts": float("nan")}, {"ts": "abc"}, {"ts": [1]}, {"pid": [1]}, {"dur": "x"}],
+)
+def test_an_event_that_cannot_be_read_is_named(change):
+    good = {"ph": "X", "pid": 1, "tid": 1, "ts": 1, "dur": 1, "name": "a"}
+    with pytest.raises(ValueError, match="event 1 can't be read"):
+        sb.show([good, {**good, **change}])
+
+
+def test_save_takes_a_path_only():
+    with pytest.raises(TypeError, match="takes a path, not 3"):
+        sb.show([]).save(3)

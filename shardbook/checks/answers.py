@@ -44,6 +44,9 @@ def read(path: str | Path) -> Answers:
     path = Path(path)
     if path.suffix not in (".py", ".ipynb") and path.is_file():
         raise Unusable(f"{path} holds no answers: a .py or .ipynb file is expected")
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "no regular file"
+        raise Unusable(f"{path} is {what}: a .py or .ipynb file is expected")
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -81,7 +84,8 @@ def _cells(path: Path, raw: bytes) -> list[tuple[str, str]]:
         code = [(i, c["source"]) for i, c in enumerate(cells) if c["cell_type"] == "code"]
         texts = [(f"cell {i + 1}", s if isinstance(s, str) else "".join(s)) for i, s in code]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Unusable(f"{path} is no notebook: {error}") from error
+        what = error if isinstance(error, json.JSONDecodeError) else "its cells can't be read"
+        raise Unusable(f"{path} is no notebook: {what}") from error
     if not texts:
         raise Unusable(f"{path} holds no code cells")
     return texts

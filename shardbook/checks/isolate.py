@@ -264,11 +264,3 @@ def _processes() -> list[tuple[int, int]]:
     )
     rows = [line.split() for line in own.communicate()[0].splitlines()]
     return [(int(r[0]), int(r[1])) for r in rows if int(r[0]) != own.pid and "Z" not in r[2]]
-
-
-def adopt_orphans() -> None:
-    """On Linux, a process whose parent died becomes ours, so that end_descendants finds it."""
-    with contextlib.suppress(Exception):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

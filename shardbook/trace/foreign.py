@@ -3,6 +3,7 @@
 import bisect
 import gzip
 import json
+import math
 import os
 import zlib
 from collections import defaultdict
@@ -24,8 +25,24 @@ def show(trace: str | os.PathLike | dict | list | Trace, title: str = "") -> Tra
         title = title or os.path.basename(trace)
         name, trace = str(trace), read(trace)
     result = Trace(title=title)
-    result.foreign = normalise(trace, name)
+    events = listed(trace, name)
+    try:
+        result.foreign = normalise(events, name)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise ValueError(_malformed(events, name, error)) from error
     return result
+
+
+def _malformed(events: list[dict], name: str, error: Exception) -> str:
+    """Which event could not be read: the first that can't be read alone."""
+    for i, e in enumerate(events):
+        try:
+            normalise([e])
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as alone:
+            text = repr(e)
+            text = text if len(text) < 200 else text[:200] + "…"
+            return f"{name} is no Chrome trace: event {i} can't be read ({alone}): {text}"
+    return f"{name} is no Chrome trace: its events can't be read together ({error})"
 
 
 def read(path: str | os.PathLike) -> dict | list:
@@ -49,9 +66,11 @@ def read(path: str | os.PathLike) -> dict | list:
             ) from None
     if not data.strip():
         raise ValueError(f"{path} is empty: expected a Chrome trace, as t.save(path) writes it")
-    text = data.decode("utf-8", errors="replace").strip()
+    text = data.decode("utf-8-sig", errors="replace").strip()
     try:
         return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{path} is no Chrome trace: it is nested too deeply") from None
     except json.JSONDecodeError as error:
         if text.startswith("["):  # the format allows a file that was cut off
             try:
@@ -151,8 +170,19 @@ def normalise(trace: dict | list, name: str = "this") -> dict:
         if "dur" in e:
             e["dur"] = us(e["dur"])
         e["name"] = str(e.get("name", ""))
+        if "args" in e:
+            e["args"] = _finite(e["args"])
         e.pop("began", None)
     return {"traceEvents": meta + out, "displayTimeUnit": "ms"}
+
+
+def _finite(value: object) -> object:
+    """NaN and infinity as text: json has no such numbers, and viewers refuse the file."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _moved(event: dict, pids: dict, tids: dict) -> dict:

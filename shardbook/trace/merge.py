@@ -51,7 +51,9 @@ class Trace:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the Chrome trace to `path`; gzipped where the name ends in .gz."""
-        data = json.dumps(self.chrome(), separators=(",", ":")).encode()
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"t.save() takes a path, not {path!r}")
+        data = json.dumps(self.chrome(), separators=(",", ":"), allow_nan=False).encode()
         opener = gzip.open if str(path).endswith(".gz") else open
         with opener(path, "wb") as file:
             file.write(data)

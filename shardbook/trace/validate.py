@@ -10,8 +10,11 @@ def validate(trace: dict) -> list[str]:
     Slices of a thread are disjoint or nested, to the nanosecond and whether times are rounded or
     cut; no time is negative; flows start and end strictly inside a slice, once each.
     """
-    json.dumps(trace, allow_nan=False)
     problems: list[str] = []
+    try:
+        json.dumps(trace, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        problems.append(f"it can't be written as json: {error}")
     threads: dict[tuple, list] = defaultdict(list)
     flows: dict = defaultdict(list)
     for e in trace["traceEvents"]:
