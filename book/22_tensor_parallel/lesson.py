@@ -196,8 +196,9 @@ for name, enter, leave in [
 
 # %% [markdown]
 # The forward pass is right in all three, so nothing raises and the first loss is the right one. A
-# forgotten `f` makes ranks disagree about the gradient of everything *below* the layer. One all-reduce too many
-# scales it by the number of ranks, and Adam, which divides by the gradient's size, hides that.
+# forgotten `f` makes ranks disagree about the gradient of everything *below* the layer. One
+# all-reduce too many scales it by the number of ranks, and Adam, which divides by the gradient's
+# size, hides that.
 #
 # Public reports of this: [Megatron-LM#559](https://github.com/NVIDIA/Megatron-LM/issues/559), [flash-attention#1244](https://github.com/Dao-AILab/flash-attention/issues/1244).
 #

@@ -78,8 +78,8 @@ for rule, n in rules.most_common():
 # %% [markdown]
 # Begin with these. What *breaks* tells you itself; what is *wrong* gives a model that trains,
 # with another seed on each start, in fp32 although the script says bf16. One of each kind, run
-# here without CUDA: autocast says nothing that matters and computes in fp32; the number of devices
-# is 0, and the remainder by it raises.
+# here without CUDA: autocast runs on, in fp32, with a warning that a log swallows; the number of
+# devices is 0, and the remainder by it raises.
 
 # %%
 layer, x = nn.Linear(3, 3), torch.ones(2, 3)
@@ -139,7 +139,7 @@ trace
 # %% [markdown]
 # | figure | `cuda_project` | what is CUDA's there | port |
 # |---|---|---|---|
-# | patchify | `model.ClipDiT.embed`, Conv3d | older CANN has no bf16 conv3d | a Linear over each patch |
+# | patchify | `model.ClipDiT.embed`, Conv3d | older CANN stops in bf16 conv3d | a Linear over each patch |
 # | position | `precompute_freqs`, `apply_rotary` | float64, complex | real cos and sin, fp32 |
 # | timestep | `TimestepEmbedder` | float64 on the device | fp32 |
 # | adaLN, modulate | `ops.norm_modulate` | a fused op; the fallback | torch's layer_norm |
@@ -652,7 +652,7 @@ plt.show()
 #   with one device, fp32, the CPU's losses beside it; then bf16; then the ranks.
 # - SDPA reaches torch_npu's fused attention; for lengths that differ in a batch use
 #   `torch_npu.npu_fusion_attention` with actual sequence lengths. Try a bf16 Conv3d before you rely
-#   on it: older CANN has no such kernel.
+#   on it: older CANN stops there.
 # - HCCL has sum, product, min and max, and torch_npu makes AVG of a sum and a division. Bitwise
 #   reductions exist on gloo only, PREMUL_SUM on NCCL. One order of groups on all ranks.
 # - Tensor parallel inside the host (HCCS, NVLink), tokens across hosts (RDMA): Ulysses while heads

@@ -97,7 +97,7 @@ _TABLE = [
     ("float8", "breaks", "a float8 dtype", "the formats are NVIDIA's and AMD's",
      "bf16, or int8 through the NPU's own quantisation", "torch.float8_e4m3fn"),
     ("bf16-conv3d", "breaks", "a 3-D convolution in bf16",
-     "older CANN had no such kernel (reported in April 2025); today's ops-nn names bf16 for A2, A3",
+     "older CANN stops in it (a 910B, April 2025); CANN's ops-nn now names bf16 for A2 and A3",
      "try it on your CANN; else fp16 or fp32, a linear layer over patches, or 2-D convolutions",
      "Comfy-Org/ComfyUI#7784, sgl-project/sglang#27853"),
     ("tf32", "style", "a CUDA or cuDNN switch", "it has no effect on an NPU",

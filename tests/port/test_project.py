@@ -77,7 +77,7 @@ def test_the_port_gives_each_rank_a_device_of_its_own(monkeypatch):
         patch.setattr(torch.accelerator, "device_count", lambda: 2)
         patch.setattr(torch.accelerator, "set_device_index", lambda _: None)
         assert [device.pick(r) for r in (0, 1)] == [torch.device("cuda", r) for r in (0, 1)]
-        with pytest.raises(RuntimeError, match="local rank 2 has no cuda of its own, there are 2"):
+        with pytest.raises(RuntimeError, match=r"local rank 2 has no cuda of its own .*: 2\)"):
             device.pick(2)
         patch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
         assert device.pick(7).type == "cpu"  # ranks share it

@@ -23,8 +23,8 @@ def pick(local_rank: int = 0) -> torch.device:
         # No `local_rank % devices`: two ranks on one card halve its memory, and NCCL refuses them
         # ("Duplicate GPU detected"). Only the CPU is shared.
         raise RuntimeError(
-            f"local rank {local_rank} has no {found.type} of its own, there are {devices}: start "
-            f"{devices} ranks a host, or pick(0) where a launcher shows each rank one card only"
+            f"local rank {local_rank} has no {found.type} of its own (devices here: {devices}): "
+            "start no more ranks than devices, or pick(0) where each rank is shown one card only"
         )
     device = torch.device(found.type, local_rank)
     torch.accelerator.set_device_index(device)
