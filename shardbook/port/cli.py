@@ -4,8 +4,11 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 from . import fix
 from .rules import RULES, SEVERITIES
@@ -51,7 +54,7 @@ def show(findings: list[Finding], severity: str | None, as_json: bool) -> int:
     """Print the findings of this severity and worse; the exit code."""
     if severity:
         worst = SEVERITIES[: SEVERITIES.index(severity) + 1]
-        findings = [f for f in findings if f.severity in worst]
+        findings = [f for f in findings if f.severity in worst or f.rule == "unreadable"]
     print(json.dumps([as_dict(f) for f in findings], indent=1) if as_json else text(findings))
     sys.stdout.flush()
     return 1 if findings else 0
@@ -109,6 +112,20 @@ def files(number: int) -> str:
     return f"{number} file" if number == 1 else f"{number} files"
 
 
+def replace(path: Path, data: bytes) -> None:
+    """Write a file in one step: on a full disk the old one is still whole."""
+    path = path.resolve()  # a link stays a link
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".port-", delete=False) as new:
+        try:
+            new.write(data)
+            new.flush()
+            shutil.copymode(path, new.name)
+            os.replace(new.name, path)
+        except BaseException:
+            os.unlink(new.name)
+            raise
+
+
 def rewrite(paths: list[str], write: bool) -> int:
     """Show the safe rewrites of every file; make them if asked."""
     changed = 0
@@ -126,7 +143,11 @@ def rewrite(paths: list[str], write: bool) -> int:
             changed += 1
             print(shown, end="")
             if write:
-                path.write_bytes((mark + fix.fixed(source)[0]).encode("utf-8"))
+                try:
+                    replace(path, (mark + fix.fixed(source)[0]).encode("utf-8"))
+                except OSError as error:
+                    changed -= 1
+                    print(f"# {path} left alone: {error.strerror or error}", file=sys.stderr)
     verb = "rewritten" if write else "would change; add --write to make the changes"
     print(f"# {files(changed)} {verb}", file=sys.stderr)
     return 1 if changed and not write else 0

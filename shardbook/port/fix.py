@@ -4,6 +4,7 @@ libcst keeps every comment and blank line of the file. A call is rewritten only 
 known to be torch's (through any alias) and its arguments mean the same in the new function.
 """
 
+import ast
 import difflib
 import re
 
@@ -20,7 +21,7 @@ SAFE = {  # function -> (its device-independent twin, how many positional argume
 }
 NAMES = (*SAFE, "torch.cuda.is_available")
 LARGEST = 2_000_000  # characters; libcst takes some kilobytes a line
-CHOICE = "({torch}.accelerator.current_accelerator(check_available=True) or {torch}.device('cpu'))"
+CHOICE = "({torch}.accelerator.current_accelerator(check_available=True) or {torch}.device({cpu}))"
 
 
 class _Rewriter(cst.CSTTransformer):
@@ -39,7 +40,8 @@ class _Rewriter(cst.CSTTransformer):
         if path in SAFE:
             name, most = SAFE[path]
             plain = all(not a.star and a.keyword is None for a in original.args)
-            if plain and len(original.args) <= most:
+            named = any(isinstance(a.value, cst.SimpleString) for a in original.args)
+            if plain and not named and len(original.args) <= most:
                 self.count += 1
                 func = cst.parse_expression(f"{self.torch}.accelerator.{name}")
                 return updated.with_changes(func=func)
@@ -49,7 +51,8 @@ class _Rewriter(cst.CSTTransformer):
             and self.chooses(original.args[0].value)
         ):
             self.count += 1
-            return cst.parse_expression(CHOICE.format(torch=self.torch))
+            cpu = original.args[0].value.orelse.value  # with its quotes: it may be in an f-string
+            return cst.parse_expression(CHOICE.format(torch=self.torch, cpu=cpu))
         return updated
 
     def chooses(self, node: cst.BaseExpression) -> bool:
@@ -106,6 +109,10 @@ def fixed(source: str) -> tuple[str, int]:
         context = CodemodContext()
         AddImportsVisitor.add_needed_import(context, "torch")
         module = AddImportsVisitor(context).transform_module(module)
+    try:
+        ast.parse(module.code)
+    except SyntaxError as error:
+        raise ValueError(f"rewritten it would be no Python ({error.msg}): do it by hand") from None
     return module.code, rewriter.count
 
 

@@ -21,6 +21,7 @@ WORTH_READING = re.compile(
 )
 
 
+CUDA_SOURCE = (".cu", ".cuh")
 DEEP = "nested too deeply: it was not checked from there on"
 
 
@@ -100,6 +101,10 @@ def scan_file(path: Path, name: str | None = None) -> list[Finding]:
         return [
             unreadable(name, "a notebook: make a script of it (jupytext --to py) and check that")
         ]
+    if path.suffix in CUDA_SOURCE:
+        return [unreadable(name, "CUDA source: an NPU needs it as torch ops or an Ascend C op")]
+    if not path.is_file():
+        return [unreadable(name, "no regular file")]
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -116,21 +121,39 @@ def scan_file(path: Path, name: str | None = None) -> list[Finding]:
 def python_files(paths: list[Path]) -> Iterator[Path]:
     """The Python files below the paths, without hidden folders and virtual environments."""
     for path in paths:
-        if path.is_dir():
-            for found in sorted(path.rglob("*.py")):
-                parts = found.relative_to(path).parts
-                hidden = any(
-                    p.startswith(".") or p in ("site-packages", "node_modules") for p in parts
-                )
-                if not hidden and not found.is_dir():
+        yield from _below(path, {".py"}) if path.is_dir() else [path]
+
+
+def not_python(paths: list[Path]) -> Iterator[Path]:
+    """What lies beside the Python files and was written for CUDA: kernels, and such notebooks."""
+    for path in paths:
+        for found in _below(path, {".ipynb", *CUDA_SOURCE}) if path.is_dir() else []:
+            try:
+                if found.suffix != ".ipynb" or b"cuda" in found.read_bytes():
                     yield found
-        else:
-            yield path
+            except OSError:
+                yield found
+
+
+def _below(folder: Path, suffixes: set[str]) -> Iterator[Path]:
+    for found in sorted(folder.rglob("*")):
+        if found.suffix in suffixes and not found.is_dir():
+            parts = found.relative_to(folder).parts
+            if not any(p.startswith(".") or p in ("site-packages", "node_modules") for p in parts):
+                yield found
 
 
 def scan(paths: list[str | Path]) -> list[Finding]:
-    """The findings of files and folders, by file and line; FileNotFoundError for a missing one."""
-    return [finding for path in python_files(existing(paths)) for finding in scan_file(path)]
+    """The findings of files and folders, by file and line.
+
+    FileNotFoundError for a path that is missing, and where there is no file to read.
+    """
+    given = existing(paths)
+    files = [*python_files(given), *not_python(given)]
+    if not files:
+        names = ", ".join(map(str, given))
+        raise FileNotFoundError(f"{names} holds no Python file: nothing was checked")
+    return [finding for path in sorted(files) for finding in scan_file(path)]
 
 
 def existing(paths: list[str | Path]) -> list[Path]:

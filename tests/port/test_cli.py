@@ -1,6 +1,10 @@
 """The command and the inline report, on files as they are found in the wild."""
 
+import ast
 import json
+import os
+import subprocess
+import sys
 import time
 import warnings
 
@@ -8,6 +12,7 @@ import pytest
 
 import shardbook as sb
 from shardbook.__main__ import main
+from shardbook.port.fix import fixed
 from shardbook.port.scan import scan, scan_source
 
 PROJECT = "book/44_dit_port/cuda_project"
@@ -263,3 +268,44 @@ def test_report_inline(tmp_path):
         sb.port.report()
     with pytest.raises(FileNotFoundError, match="does not exist"):
         sb.port.report(tmp_path / "none.py")
+
+
+def test_what_was_not_read_is_never_nothing_found(tmp_path, capsys):
+    assert main(["port", str(tmp_path)]) == 2
+    assert "holds no Python file: nothing was checked" in capsys.readouterr().err
+    (tmp_path / "a.ipynb").write_text('{"cells": [{"source": "x.cuda()"}]}')
+    (tmp_path / "plain.ipynb").write_text('{"cells": []}')
+    (tmp_path / "k.cu").write_text("__global__ void k() {}")
+    (tmp_path / "old.py").write_text("print 'cuda'\n")
+    os.mkfifo(tmp_path / "pipe.py")
+    for options in ([], ["--severity", "breaks"]):
+        assert main(["port", *options, str(tmp_path)]) == 1
+        out = capsys.readouterr().out
+        for name in ("a.ipynb", "k.cu", "old.py", "pipe.py"):
+            assert name in out, options
+        assert "plain" not in out
+
+
+def test_fix_loses_nothing_on_a_full_disk(tmp_path):
+    path = tmp_path / "big.py"
+    text = "import torch\n" + "x = 1  # a line\n" * 3000 + "torch.cuda.synchronize()\n"
+    path.write_text(text)
+    path.chmod(0o640)
+    command = f"ulimit -f 8; {sys.executable} -m shardbook port --fix --write {path} > /dev/null"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "left alone: File too large" in done.stderr
+    assert path.read_text() == text and os.listdir(tmp_path) == ["big.py"]
+    assert main(["port", "--fix", "--write", str(path)]) == 0
+    assert path.read_text() == text.replace("torch.cuda.s", "torch.accelerator.s")
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_fix_writes_python_that_parses_and_names_no_cuda():
+    inside = (
+        'import torch\nprint(f\'{torch.device("cuda" if torch.cuda.is_available() else "cpu")}\')\n'
+    )
+    new, count = fixed(inside)
+    assert count == 1 and 'torch.device("cpu")' in new
+    ast.parse(new)
+    named = "import torch\ntorch.cuda.set_device('cuda:0')\n"
+    assert fixed(named) == (named, 0)
