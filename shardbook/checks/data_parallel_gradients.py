@@ -1,5 +1,6 @@
 """Chapter 21, averaging gradients. Rank functions gather facts, the checks judge them."""
 
+import contextlib
 import itertools
 import os
 import tempfile
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import calls
 from ..device import device
+from ..memory import held_bytes
 from .framework import check, close, expect, random
 from .groups import last_ranks
 
@@ -55,15 +57,36 @@ def _loose_gradient(p: Tensor, name: str, rank: int) -> Tensor:
 def _averaged(answer, missing: bool, group=None, rank=None):
     model = _Loose().to(device())
     rank = dist.get_rank() if rank is None else rank
+    options = {} if group is None else {"group": group}
+    if missing:  # a step before had every gradient: who lacks one is asked at each
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        answer(model, **options)
+        model.zero_grad()
     for name, p in model.named_parameters():
         absent = missing and (name == "none" or (name == "some" and rank % 2))
         if not absent:
             p.grad = torch.empty_like(p).copy_(_loose_gradient(p, name, rank))
     before = on_cpu(dict(model.named_parameters()))
     with calls.record() as log:
-        answer(model, group) if group is not None else answer(model)
+        answer(model, **options)
     grads = on_cpu({name: p.grad for name, p in model.named_parameters()})
     return grads, before, on_cpu(dict(model.named_parameters())), log
+
+
+def _averaged_32_megabytes(answer) -> tuple[list[tuple[float, float]], int]:
+    """Least and largest mean of each gradient; bytes that a second step leaves behind."""
+    sizes = 3_000_000, 5_000_000
+    model = nn.ParameterList(nn.Parameter(torch.zeros(n, device=device())) for n in sizes)
+    held = []
+    for _ in range(2):
+        for i, p in enumerate(model):
+            p.grad = torch.full_like(p, 2.0 * dist.get_rank() + i)
+        answer(model)
+        means = [(float(p.grad.min()), float(p.grad.max())) for p in model]
+        model.zero_grad()
+        held.append(held_bytes())
+    return means, held[1] - held[0]
 
 
 def _averaged_in_groups(answer):
@@ -104,13 +127,20 @@ def average_gradients_(answer, report):
     with report.property(
         "every gradient is the mean over 4 ranks",
         hint="sum the gradients over the ranks, then divide by the number of ranks, once; "
-        "write the result into p.grad, whatever its strides and dtype",
+        "write the result into p.grad, whatever its strides and dtype, and keep nothing else; of "
+        "more than 25 MB every piece is reduced",
     ):
         values = report.ranks(_averaged, 4, answer, False)
         for grads, before, after, _ in values:
             _judge_means(grads, 4, False, every)
             for name in every:
                 close(after[name], before[name], f"the parameter {name!r}", 0.0)
+        for means, grown in report.ranks(_averaged_32_megabytes, 2, answer):
+            expect(
+                means == [(1.0, 1.0), (2.0, 2.0)],
+                "a gradient of 12 or 20 MB is not the mean over 2 ranks everywhere",
+            )
+            expect(grown <= 0, f"each step leaves {grown} bytes behind when gradients are dropped")
     with report.property(
         "at most one collective per dtype and one small one, as all fits in 25 MB",
         hint="flatten the gradients of a dtype into one tensor and reduce that, in pieces of at "
@@ -121,16 +151,19 @@ def average_gradients_(answer, report):
         nbytes = sum(p.nbytes for p in _Loose().parameters())
         for *_, log in values:
             expect(len(log) > 0, "the ranks never communicated")
+            sent = _gradients(log, len(every))
             expect(
-                len(log) <= 3,
-                f"a rank made {len(log)} collective calls for gradients of two dtypes, "
+                len(sent) <= 3,
+                f"a rank made {len(sent)} collective calls for gradients of two dtypes, "
                 "expected at most 2 and one small one",
             )
-            moved = sum(c.nbytes for c in log)
+            moved = sum(c.nbytes for c in sent)
             expect(
                 moved <= nbytes + 4 * 8 * len(every),
                 f"a rank handed {moved} bytes to collectives for {nbytes} bytes of gradients",
             )
+            rest = sum(c.nbytes for c in log) - moved  # flags, also pickled ones
+            expect(rest <= 512, f"a rank handed {rest} bytes more to collectives")
     with report.property(
         "a parameter without gradient counts as zero, and stays None if no rank has one",
         hint="ranks must agree on the parameters they reduce: one small all-reduce of flags says "
@@ -301,6 +334,21 @@ def _branched(answer) -> dict:
     return on_cpu({n: p.grad for n, p in model.named_parameters()})
 
 
+def _interrupted(answer) -> tuple[dict, int]:
+    """A backward after an error under no_sync(): its gradients, and the calls it makes itself."""
+    rank = dist.get_rank()
+    model = _Deep(0).to(device())
+    wrapped = answer(model, bucket_bytes=900)
+    with contextlib.suppress(ArithmeticError), wrapped.no_sync():
+        raise ArithmeticError("the loss is not finite")
+    x, y = (t.chunk(4)[rank].to(device()) for t in _deep_batch(4, 0))
+    with calls.record() as log:
+        _deep_loss(wrapped, x, y).backward()
+    wrapped.finish()
+    grads = on_cpu({n: p.grad for n, p in model.named_parameters()})
+    return grads, len(_gradients(log, len(grads)))
+
+
 @check("BucketedDataParallel")
 def bucketed_data_parallel(answer, report):
     """Broadcast, means, buckets, overlap, accumulation, unused parameters, groups."""
@@ -392,7 +440,7 @@ def bucketed_data_parallel(answer, report):
     with report.property(
         "no_sync() accumulates without sending, the next backward sends the sum",
         hint="inside no_sync the hook returns at once; outside it the bucket sends p.grad, which "
-        "holds the sum of the micro-batches",
+        "holds the sum of the micro-batches; an error inside leaves it too: try … finally",
     ):
         oracle = _deep_alone(4, micro=3)
         for steps in report.ranks(_trained, 4, answer, limit, micro=3):
@@ -408,6 +456,11 @@ def bucketed_data_parallel(answer, report):
                 for name in names:
                     what = f"the accumulated gradient of {name} in step {step}"
                     close(grads[name], oracle[step][name], what)
+        oracle = _deep_alone(4, steps=1)[0]
+        for grads, sent in report.ranks(_interrupted, 4, answer):
+            expect(sent > 0, "once an error was raised under no_sync(), backward sends nothing")
+            for name in names:
+                close(grads[name], oracle[name], f"after an error, the gradient of {name}")
     with report.property(
         "parameters that a rank did not use count as zero, and nothing hangs",
         hint="finish() starts the buckets that backward did not fill, with zeros for what is "

@@ -1,5 +1,7 @@
 """Chapter 21, ZeroAdamW: the optimizer state in shards."""
 
+import copy
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -45,13 +47,22 @@ def _options(params: list) -> list[dict]:
 ADAMW = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 
 
-def _stepped(make, world: int, rank: int | None, missing: bool) -> list[Tensor]:
-    """Parameters after STEPS steps; rank None is the oracle: one process, the mean gradients."""
+def _stepped(
+    make, world: int, rank: int | None, missing: bool, resumed: bool = False
+) -> list[Tensor]:
+    """Parameters after STEPS steps; rank None is the oracle: one process, the mean gradients.
+
+    Resumed: half-way a new optimizer takes over the state of the old one.
+    """
     params = _parameters()
     if rank is None:
         params = [nn.Parameter(p.detach().cpu()) for p in params]
     optimizer = make(_options(params), **ADAMW)
     for step in range(STEPS):
+        if resumed and step == STEPS // 2:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = make(_options(params), **ADAMW)
+            optimizer.load_state_dict(state)
         optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)  # as a schedule does
         for i, p in enumerate(params):
             ranks = range(world) if rank is None else [rank]
@@ -67,6 +78,10 @@ def _stepped(make, world: int, rank: int | None, missing: bool) -> list[Tensor]:
 
 def _zero_steps(answer, missing):
     return _stepped(answer, 4, dist.get_rank(), missing)
+
+
+def _zero_resumed(answer):
+    return _stepped(answer, 4, dist.get_rank(), True, resumed=True)
 
 
 def _zero_in_groups(answer):
@@ -97,13 +112,21 @@ def _zero_interface(answer):
     params = _parameters()
     for i, p in enumerate(params):
         p.grad = torch.empty_like(p).copy_(random(*_shape_of(i), seed=i))
+    frozen = params[1].requires_grad_(False)
+    frozen.grad, before = None, frozen.clone()
     optimizer = answer(iter(params), 0.1)
-    loss = optimizer.step(lambda: torch.tensor(2.5))
+
+    def closure():
+        params[0].sum().backward()
+        return torch.tensor(2.5)
+
+    loss = optimizer.step(closure)
     kept = params[0].detach().clone()
     optimizer.zero_grad()
     cleared = all(p.grad is None or not p.grad.any() for p in params)
     optimizer.step()
     unmoved = torch.equal(kept, params[0]) if params[0].grad is None else True
+    unmoved = unmoved and torch.equal(before, frozen)
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
     return is_optimizer, None if loss is None else float(loss), cleared, unmoved
 
@@ -173,10 +196,14 @@ def zero_adamw(answer, report):
                 judge(params, size, True)
     with report.property(
         "behaves like any torch.optim.Optimizer",
-        hint="subclass torch.optim.Optimizer; step(closure=None) returns what the closure returned",
+        hint="subclass torch.optim.Optimizer; step(closure=None) returns what the closure "
+        "returned, and calls it under torch.enable_grad(), for it runs backward; moments kept "
+        "in self.state are in state_dict(), and load_state_dict() brings them back",
     ):
         for is_optimizer, loss, cleared, unmoved in report.ranks(_zero_interface, 2, answer):
             expect(is_optimizer, "it is no torch.optim.Optimizer")
             same(loss, 2.5, "what step(closure) returned")
             expect(cleared, "zero_grad() left gradients behind")
             expect(unmoved, "a step without gradients moved a parameter")
+        for params in report.ranks(_zero_resumed, 4, answer):
+            judge(params, 4, True)

@@ -12,7 +12,7 @@ from ..device import device
 from ..memory import held_bytes
 from .data_parallel_gradients import SIZES, on_cpu
 from .framework import check, close, expect, random, refuses, same, total
-from .groups import last_ranks
+from .groups import held, last_ranks
 
 LAYERS = ((10, 13), (13, 9), (9, 14), (14, 7))
 _probes: list[tuple[str, int, list[int]]] = []  # (pass, layer, layers whose full weights exist)
@@ -123,7 +123,7 @@ def _sharded(answer, group=None, rank=None, size=4):
     options = {} if group is None else {"group": group}
     before = held_bytes() if group is None else 0
     layers = [answer(_Layer(i).to(device()), **options) for i in range(len(LAYERS))]
-    grown = held_bytes() - before if group is None else 0
+    full: dict[str, int] = {"construction": held_bytes() - before} if group is None else {}
     kept = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     params = [p for layer in layers for p in layer.parameters()]
     optimizer = torch.optim.SGD(params, lr=0.2)
@@ -142,14 +142,18 @@ def _sharded(answer, group=None, rank=None, size=4):
         squares = sum(float(p.grad.square().sum()) for p in params if p.grad is not None)
         x_grad = None if x.grad is None else x.grad.cpu()
         steps.append((out.detach().cpu(), x_grad, squares, log, list(_probes), between, after))
-        del out, loss
+        del out, loss, x, y, x_grad, batch
         optimizer.step()
         optimizer.zero_grad()
+        if group is None:
+            full[f"step {step}"] = held_bytes() - before - held(steps)
     with torch.no_grad():
         _seen.clear(), _probes.clear()
         inferred = _run_layers(layers, *(t.to(device()) for t in _sharded_batch(1, 7)))[0].cpu()
         after = _settled()
-    return grown, kept, steps, inferred, after
+    if group is None:
+        full["inference"] = held_bytes() - before - held(steps) - inferred.nbytes
+    return full, kept, steps, inferred, after
 
 
 def _sharded_in_groups(answer):
@@ -193,13 +197,14 @@ def fully_sharded(answer, report):
         hint="flatten the parameters, pad to a multiple of the ranks, register this rank's part as "
         "the only parameter, and drop the originals from the module",
     ):
-        for grown, kept, *_ in sharded():
+        for full, kept, *_ in sharded():
             for layer, (n, most) in enumerate(zip(kept, shards, strict=True)):
                 expect(n <= most, f"layer {layer} keeps {n} parameters, expected at most {most}")
             most = 4 * sum(shards)
             expect(
-                grown <= 1.1 * most,
-                f"a rank holds {grown} bytes after construction, its shards have {most}",
+                full["construction"] <= 1.1 * most,
+                f"a rank holds {full['construction']} bytes after construction, its shards have "
+                f"{most}",
             )
         for layer, numel in enumerate(numels):
             held = sum(kept[layer] for _, kept, *_ in sharded())
@@ -211,7 +216,7 @@ def fully_sharded(answer, report):
         "free the storage and fill it again before backward); let go again after the module's "
         "backward, not at the end",
     ):
-        for *_, steps, _, inferred in sharded():
+        for full, _, steps, _, inferred in sharded():
             for *_, log, probes, between, after in steps:
                 del log
                 for phase, layer, alive in probes:
@@ -222,6 +227,12 @@ def fully_sharded(answer, report):
                 expect(not between, f"after forward, layers {between} still had full weights")
                 expect(not after, f"after backward, layers {after} still had full weights")
             expect(not inferred, f"after inference, layers {inferred} still had full weights")
+            for when, grown in full.items():
+                expect(
+                    grown <= 1.1 * 4 * sum(shards),
+                    f"a rank holds {grown} bytes after {when}, its shards have {4 * sum(shards)}: "
+                    "a copy of full parameters or gradients stays",
+                )
     with report.property(
         "2 all-gathers and 1 reduce-scatter per step and module",
         hint="forward gathers, backward gathers again and reduce-scatters the flat gradient; "

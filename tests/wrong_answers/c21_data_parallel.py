@@ -44,6 +44,48 @@ def averaged_through_one_message(model, group=None):
             flat = flat[p.numel() :]
 
 
+def _flags_as_objects(model, group):
+    every = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, [p.grad is not None for p in model.parameters()], group=group)
+    return [any(has) for has in zip(*every, strict=True)]
+
+
+def _flat_averages(model, group, used, limit=None):
+    mine = [p for p, has in zip(model.parameters(), used, strict=True) if has]
+    for p in mine:
+        p.grad = data.gradient_or_zeros(p)
+    for some in data.by_dtype(mine):
+        flat = torch.cat([p.grad.flatten() for p in some])
+        piece = flat[: limit and limit // flat.element_size()]
+        dist.all_reduce(piece, group=group)
+        piece /= dist.get_world_size(group)
+        for p, mean in zip(some, flat.split([p.numel() for p in some]), strict=True):
+            p.grad = mean.view(p.shape).clone()
+
+
+@right("average_gradients_")
+def asks_for_flags_as_objects(model, group=None):
+    _flat_averages(model, group, _flags_as_objects(model, group))
+
+
+@wrong("average_gradients_", says="every piece is reduced")
+def averages_the_first_25_megabytes(model, group=None):
+    _flat_averages(model, group, _flags_as_objects(model, group), 25_000_000)
+
+
+@wrong("average_gradients_", says="stays None")
+def asks_for_flags_once(model, group=None):
+    if not hasattr(model, "used"):
+        model.used = _flags_as_objects(model, group)
+    _flat_averages(model, group, model.used)
+
+
+@wrong("average_gradients_", says="bytes behind")
+def keeps_every_gradient(model, group=None):
+    data.average_gradients_(model, group)
+    model.__dict__.setdefault("log", []).append([p.grad for p in model.parameters()])
+
+
 @wrong("average_gradients_", says="never communicated|off by")
 def average_nothing(model, group=None):
     pass
@@ -97,7 +139,8 @@ def mean_over_the_ranks_that_have_one(model, group=None):
     counts = torch.tensor([int(p.grad is not None) for p in params]).to(params[0].device)
     dist.all_reduce(counts, group=group)
     used = [(p, n) for p, n in zip(params, counts.tolist(), strict=True) if n]
-    for some in ([x for x in used if x[0].dtype == d] for d in (torch.float32, torch.bfloat16)):
+    for dtype in sorted({p.dtype for p, _ in used}, key=str):
+        some = [x for x in used if x[0].dtype == dtype]
         flat = torch.cat([data.gradient_or_zeros(p).flatten() for p, _ in some])
         dist.all_reduce(flat, group=group)
         pieces = flat.split([p.numel() for p, _ in some])
@@ -218,8 +261,10 @@ class FuturesInALayout(nn.Module):
     @contextlib.contextmanager
     def no_sync(self):
         self.quiet = True
-        yield
-        self.quiet = False
+        try:
+            yield
+        finally:
+            self.quiet = False
 
 
 @wrong("BucketedDataParallel", says="step|gradient")
@@ -300,6 +345,15 @@ class SyncsAlways(Bucketed):
     def no_sync(self):
         yield
         self.finish()
+
+
+@wrong("BucketedDataParallel", says="finally")
+class NoSyncStaysAfterAnError(Bucketed):
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.syncing = False
+        yield
+        self.syncing = True
 
 
 @wrong("BucketedDataParallel", says="no longer sends")
@@ -392,6 +446,7 @@ class PerParameter(torch.optim.Optimizer):
                 if p in self.inner:
                     options = self.inner[p].param_groups[0]
                     options.update({k: v for k, v in g.items() if k != "params"})
+                    self.inner[p].state[p] = self.state[p]  # so that state_dict() has it
                     self.inner[p].step()
                 whole = p.detach().contiguous()
                 dist.broadcast(whole, group=self.group, group_src=self.owner[p])
@@ -525,6 +580,31 @@ class IgnoresTheClosure(Zero):
         super().step()
 
 
+@wrong("ZeroAdamW", says="enable_grad")
+class ClosureWithoutGradients(Zero):
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        super().step()
+        return loss
+
+
+@wrong("ZeroAdamW", says="load_state_dict")
+class StateDictWithoutState(Zero):
+    def state_dict(self):
+        return super().state_dict() | {"state": {}}
+
+
+@wrong("ZeroAdamW", says="without gradients moved|moved a parameter")
+class DecaysFrozenParameters(Zero):
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for p in (p for g in self.param_groups for p in g["params"]):
+            if not p.requires_grad:
+                p.mul_(0.9)
+        return loss
+
+
 # FullySharded
 
 Sharded = zero.FullySharded
@@ -639,6 +719,22 @@ class KeepsTheOriginals(Sharded):
         originals = [p.detach() for p in module.parameters()]
         super().__init__(module, group)
         self.originals = originals
+
+
+@wrong("FullySharded", says="bytes after step 0")
+class KeepsACopyOfTheFull(Sharded):
+    def expose(self, full):
+        self.copied = full.detach().clone()
+        super().expose(full)
+
+
+@wrong("FullySharded", says="bytes after step 0")
+class KeepsTheFullGradient(Sharded):
+    """Unpacked weights are views of one flat leaf, whose gradient comes whole."""
+
+    def before_backward(self, grad):
+        super().before_backward(grad)
+        self.summed = torch.zeros_like(self.full)
 
 
 class _Summed(torch.autograd.Function):
