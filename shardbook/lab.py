@@ -64,14 +64,15 @@ def predict(what: str, predicted: Any, measured: Any, unit: str = "") -> None:
 
 
 def _agree(predicted: Any, measured: Any) -> bool:
+    predicted, measured = (v.tolist() if hasattr(v, "tolist") else v for v in (predicted, measured))
     try:
         a, b = float(predicted), float(measured)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         if isinstance(predicted, (list, tuple)) and isinstance(measured, (list, tuple)):
             pairs = zip(predicted, measured, strict=False)
             return len(predicted) == len(measured) and all(_agree(p, m) for p, m in pairs)
         return bool(predicted == measured)
-    return abs(a - b) <= 1e-3 * max(abs(a), abs(b))
+    return a == b or abs(a - b) <= 1e-3 * max(abs(a), abs(b))
 
 
 def _say(value: Any) -> str:

@@ -266,6 +266,9 @@ def test_the_notebook_check_tells_progress(monkeypatch, capsys):
         ([1, 2.0], (1, 2), "✓"),
         ([1, 2], [1, 2, 3], "✗"),
         (True, False, "✗"),
+        (torch.tensor([1, 2]), [1, 2], "✓"),
+        (torch.tensor([1, 2]), np.array([1, 3]), "✗"),
+        (float("inf"), float("inf"), "✓"),
         ("rank 3", "rank 3", "✓"),
     ],
 )

@@ -414,8 +414,8 @@ def pace(ms: float, name: str = "kernel", since: int | None = None, late: int = 
     ns that the device began before that, since its host came late. Returns when the kernel ends on
     the device, a reading of the same clock; this process is awake again a little later.
     """
-    if ms < 0:
-        raise ValueError(f"sb.pace() takes a time in milliseconds, 0 or more, not {ms}")
+    if not isinstance(ms, (int, float)) or not 0 <= ms < 1e9:  # nan is neither
+        raise ValueError(f"sb.pace() takes a time in milliseconds, 0 or more, not {ms!r}")
     now = time.perf_counter_ns()
     start = now if since is None else since
     end = max(now, start - late + round(ms * 1e6))
