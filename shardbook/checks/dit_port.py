@@ -9,7 +9,7 @@ from .. import calls
 from ..device import device
 from .diffusion import block_by_formula, fill, narrow, turn
 from .framework import check, close, expect, random, refuses, same, total, unchanged
-from .groups import last_ranks
+from .groups import held, last_ranks, tensors_of
 
 SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
 
@@ -89,6 +89,14 @@ def apply_rope(answer, report):
         got = answer(x.to(device()), cos.to(device()), sin.to(device())).cpu()
         close(got.norm(dim=-1), x.norm(dim=-1), "the length of each vector")
     with report.property(
+        "x gets its gradient", hint="queries and keys are learned: nothing may leave the graph"
+    ):
+        leaf, weight = x.to(device()).requires_grad_(), random(2, 3, 7, 10, seed=3)
+        out = (answer(leaf, *inputs[1:]) * weight.to(device())).sum()
+        expect(out.requires_grad, "the result has no graph")
+        (got,) = torch.autograd.grad(out, leaf)
+        close(got, turn(weight, cos, -sin), "the gradient of x")
+    with report.property(
         "the result has x's dtype; no float64, no complex numbers",
         hint="compute in fp32, convert back",
     ):
@@ -126,10 +134,9 @@ def _tensor_parallel(answer):
         full = _block().to(device())
         block = answer(full, group)
         own = {n: p.detach().cpu() for n, p in block.named_parameters()}
-        theirs = {p.untyped_storage().data_ptr() for p in full.parameters()}
-        shared = [
-            n for n, p in block.named_parameters() if p.untyped_storage().data_ptr() in theirs
-        ]
+        theirs = {p.untyped_storage().data_ptr(): n for n, p in full.named_parameters()}
+        kept = {t.untyped_storage().data_ptr() for t in tensors_of(block)}
+        shared, nbytes = [n for at, n in theirs.items() if at in kept], held(block)
         x, c = random(*X, seed=1).to(device()), random(*C, seed=2).to(device())
         x.requires_grad_(), c.requires_grad_()
         rope = tuple(r.to(device()) for r in _rope(X[1], 2))
@@ -140,9 +147,11 @@ def _tensor_parallel(answer):
             (out * random(*X, seed=4).to(device())).sum().backward()
         grads = {n: p.grad for n, p in block.named_parameters()}
         grads = {n: None if g is None else g.cpu() for n, g in grads.items()}
-        held = sum(p.untyped_storage().nbytes() // 4 for p in block.parameters())
-        tensors = [out.detach().cpu(), x.grad.cpu(), c.grad.cpu()]
-        results.append((size, rank, tensors, grads, own, shared, held, forward, list(log)))
+        backward = list(log)
+        with torch.no_grad():
+            again = block(x.flip(1), random(*C, seed=6).to(device()))
+        tensors = [t.detach().cpu() for t in (out, x.grad, c.grad, again)]
+        results.append((size, rank, tensors, grads, own, shared, nbytes, forward, backward))
     return results
 
 
@@ -165,8 +174,8 @@ def tensor_parallel_dit_block(answer, report):
     out = full(x, c, rope=_rope(X[1], 2))
     (out * random(*X, seed=4)).sum().backward()
     oracle = block_by_formula(full, x.detach(), c.detach(), 12, _rope(X[1], 2))
+    second = block_by_formula(full, x.detach().flip(1), random(*C, seed=6), 12)
     wanted = {n: p.grad for n, p in full.named_parameters()}
-    values = None
     with report.property(
         "the output equals the full block's on 1 to 4 ranks",
         hint="a fused qkv is three matrices: cut q, k and v apart, each by head. Sum proj and fc2 "
@@ -175,13 +184,16 @@ def tensor_parallel_dit_block(answer, report):
         values = report.ranks(_tensor_parallel, 4, answer)
         for results in values:
             for size, rank, tensors, *_ in results:
-                close(tensors[0], oracle, f"the output on rank {rank} of {size}", 3e-5)
+                where = f"on rank {rank} of {size}"
+                close(tensors[0], oracle, f"the output {where}", 3e-5)
+                what = "the output of a second call, with another c and without rope,"
+                close(tensors[3], second, f"{what} {where}", 3e-5)
     with report.property(
         "gradients of x and c, and of what is whole (adaLN, biases of proj and fc2), are full",
         hint="x enters qkv and fc1 on every rank: its gradient must be summed there (f), right "
         "after the modulation, so that the modulation's gradient is full as well",
     ):
-        for results in values or report.ranks(_tensor_parallel, 4, answer):
+        for results in values:
             for size, rank, tensors, grads, *_ in results:
                 where = f"on rank {rank} of {size}"
                 close(tensors[1], x.grad, f"the gradient of x {where}", 1e-4)
@@ -195,7 +207,7 @@ def tensor_parallel_dit_block(answer, report):
         hint="the same names as the full block; a bias that is added once is held whole: divided "
         "by the ranks it would learn another step than the block's",
     ):
-        for results in values or report.ranks(_tensor_parallel, 4, answer):
+        for results in values:
             for size, rank, _, _, own, *_ in results:
                 where = f"on rank {rank} of {size}"
                 same(set(own), set(wanted), f"the parameter names {where}")
@@ -206,7 +218,7 @@ def tensor_parallel_dit_block(answer, report):
         "every shard's gradient is that shard of the full gradient",
         hint="the same names as the full block; weights are cut, not copied",
     ):
-        for results in values or report.ranks(_tensor_parallel, 4, answer):
+        for results in values:
             for size, rank, _, grads, *_ in results:
                 where = f"on rank {rank} of {size}"
                 for name, g in wanted.items():
@@ -215,19 +227,21 @@ def tensor_parallel_dit_block(answer, report):
                     )
     with report.property(
         "a rank holds its shards only, in memory of their own",
-        hint="a slice of the full weight keeps the whole weight alive: clone it",
+        hint="a slice of the full weight keeps the whole weight alive: clone it; keep no reference "
+        "to the full block and no full copies",
     ):
-        for results in values or report.ranks(_tensor_parallel, 4, answer):
-            for size, rank, _, _, _, shared, held, *_ in results:
-                want = sum(_cut(n, g, size, rank).numel() for n, g in wanted.items())
-                expect(not shared, f"{shared[:1]} shares memory with the full block")
-                expect(held <= want, f"rank {rank} of {size} holds {held} elements, not {want}")
+        for results in values:
+            for size, rank, _, _, _, shared, nbytes, *_ in results:
+                want = 4 * sum(_cut(n, g, size, rank).numel() for n, g in wanted.items())
+                where = f"rank {rank} of {size}"
+                expect(not shared, f"{where} shares memory with {shared[:1]} of the full block")
+                expect(nbytes <= want, f"{where} holds {nbytes} bytes, expected at most {want}")
     with report.property(
         "two all-reduces of B S D forward, two backward, nothing else",
         hint="one after proj, one after fc2; backward one before each of qkv and fc1",
     ):
         nbytes = 4 * math.prod(X)
-        for results in values or report.ranks(_tensor_parallel, 4, answer):
+        for results in values:
             for size, rank, *_, forward, backward in results:
                 for name, log in (("forward", forward), ("backward", backward)):
                     count, moved = total(log, "all_reduce")
@@ -290,15 +304,13 @@ def _ulysses(answer, rope: bool):
     for size, group, rank in last_ranks():
         model = _Model(rope=rope).to(device())
         before = _state(model)
+        x, t, labels = (v.to(device()) for v in _model_inputs())
+        leaves = [*model.parameters(), x.requires_grad_(), t.requires_grad_()]
         with calls.record() as log:
-            out = answer(model, *[v.to(device()) for v in _model_inputs()], group)
+            out = answer(model, x, t, labels, group)
         forward = list(log)
         (out * random(2, 24, 5, seed=5).to(device())).sum().backward()
-        grads = [p.grad for p in model.parameters()]
-        grads = [
-            torch.zeros(p.shape) if g is None else g.cpu()
-            for p, g in zip(model.parameters(), grads, strict=True)
-        ]
+        grads = [torch.zeros(p.shape) if p.grad is None else p.grad.cpu() for p in leaves]
         clean = _state(model) == before
         model.zero_grad()
         again = model(*[v.to(device()) for v in _model_inputs()])
@@ -308,21 +320,22 @@ def _ulysses(answer, rope: bool):
     return results
 
 
-def _state(model: nn.Module):
-    hooks = [
-        (n, len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
+def _state(model: nn.Module) -> list:
+    """What a call could leave on any module: hooks, its mode, attributes and replaced methods."""
+    return [
+        (
+            *(len(vars(m)[f"_{k}_hooks"]) for k in ("forward", "forward_pre", "backward")),
+            m.training,
+            sorted(vars(m)),
+            n,
+        )
         for n, m in model.named_modules()
     ]
-    methods = [
-        (n, sorted(k for k in vars(m) if callable(vars(m)[k]))) for n, m in model.named_modules()
-    ]
-    return hooks, methods
 
 
 @check("ulysses_dit_forward")
 def ulysses_dit_forward(answer, report):
     """By tokens."""
-    values = None
     with report.property(
         "the full output on every rank, equal to model(x, t, labels), 1 to 4 ranks",
         hint="cut the tokens before the first block, gather them behind the final layer; inside, "
@@ -348,17 +361,19 @@ def ulysses_dit_forward(answer, report):
         "rank's own tokens only, and the final layer must see its own tokens only too",
     ):
         model = _Model(rope=False)
-        (model(*_model_inputs()) * random(2, 24, 5, seed=5)).sum().backward()
-        by_rank = {(r[0], r[1]): r[3] for results in values or [] for r in results}
+        x, t, labels = _model_inputs()
+        leaves = dict(model.named_parameters()) | {"x": x.requires_grad_(), "t": t.requires_grad_()}
+        (model(x, t, labels) * random(2, 24, 5, seed=5)).sum().backward()
+        by_rank = {(r[0], r[1]): r[3] for results in values for r in results}
         for size in SIZES:
             parts = [by_rank[size, rank] for rank in range(size)]
-            for (name, p), *grads in zip(model.named_parameters(), *parts, strict=True):
+            for (name, p), *grads in zip(leaves.items(), *parts, strict=True):
                 close(sum(grads), p.grad, f"the gradient of {name}, summed over {size}", 5e-5)
     with report.property(
         "at most four all-to-alls a block, of a rank's own tokens",
         hint="q, k, v in, the output back; a gather of all tokens is not Ulysses",
     ):
-        for results in values or []:
+        for results in values:
             for size, rank, _, _, forward, *_ in results:
                 count, moved = total(forward, "all_to_all")
                 where = f"rank {rank} of {size}"
@@ -373,16 +388,53 @@ def ulysses_dit_forward(answer, report):
         hint="remove what you put in, also when the model raises",
     ):
         want = _Model(rope=False)(*_model_inputs()).detach()
-        for results in values or []:
+        for results in values:
             for size, rank, *_, clean, again in results:
                 expect(clean, f"something is left on the model on rank {rank} of {size}")
                 close(again, want, f"model(x, t, labels) afterwards on rank {rank} of {size}")
+        for problem in report.ranks(_ulysses_left, 4, answer):
+            expect(problem is None, problem or "")
     with report.property(
         "ValueError where tokens or heads do not divide",
         hint="10 tokens on 4 ranks would silently change the length",
     ):
         for problem in report.ranks(_ulysses_refused, 4, answer):
             expect(problem is None, problem or "")
+
+
+class _Broken(nn.Module):
+    """In place of a block: it raises, as a block out of memory does."""
+
+    def forward(self, x: Tensor, c: Tensor, rope=None) -> Tensor:
+        raise RuntimeError("the check's second block raises")
+
+
+def _ulysses_left(answer) -> str | None:
+    """What a call that raises leaves behind."""
+    broken = _Model(rope=False).eval()
+    broken.blocks[1] = _Broken().eval()
+    inputs, few = _model_inputs(), _model_inputs(10)
+    for model, given, what in (
+        (broken, inputs, "the second block raised"),
+        (_Model(10), few, "it was given 10 tokens for 4 ranks"),
+        (_Model(heads=6), inputs, "it was given 6 heads for 4 ranks"),
+    ):
+        before = _state(model.to(device()))
+        try:
+            answer(model, *[v.to(device()) for v in given])
+        except NotImplementedError:
+            raise
+        except Exception:
+            pass
+        if _state(model) != before:
+            return f"something is left on the model after {what}"
+        alone = _Model(rope=False).to(device())(*[v.to(device()) for v in inputs])
+        try:
+            want = _Model(rope=False)(*inputs).detach()
+            close(alone, want, f"another model's output after {what}")
+        except AssertionError as error:
+            return str(error)
+    return None
 
 
 def _ulysses_refused(answer) -> str | None:

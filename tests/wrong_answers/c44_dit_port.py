@@ -146,6 +146,12 @@ def in_place(x, cos, sin):
     return x
 
 
+@wrong("apply_rope", says="gradient.*no graph")
+@torch.no_grad()
+def not_differentiable(x, cos, sin):
+    return by_pairs(x, cos, sin)
+
+
 # TensorParallelDiTBlock
 
 
@@ -229,6 +235,45 @@ class ByHand(nn.Module):
         s1, k1, g1, s2, k2, g2 = (m[:, None] for m in self.adaLN_modulation(c).chunk(6, 1))
         x = x + g1 * self.attend(self.norm1(x) * (1 + k1) + s1, rope)
         return x + g2 * self.feed(self.norm2(x) * (1 + k2) + s2)
+
+
+@right("TensorParallelDiTBlock")
+class InOneFlatBuffer(ByHand):
+    """All shards are views of one buffer, as optimizers of flat parameters want it."""
+
+    def __init__(self, block, group=None):
+        super().__init__(block, group)
+        flat, at = torch.cat([p.detach().flatten() for p in self.parameters()]), 0
+        for p in self.parameters():
+            p.data = flat[at : at + p.numel()].view(p.shape)
+            at += p.numel()
+
+
+@wrong("TensorParallelDiTBlock", says="shares memory")
+class RemembersTheBlock(ByHand):
+    def __init__(self, block, group=None):
+        super().__init__(block, group)
+        self.full = [block]  # not registered, so no parameter of ours
+
+
+@wrong("TensorParallelDiTBlock", says="holds")
+class HoldsTheFullMatrix(ByHand):
+    def __init__(self, block, group=None):
+        super().__init__(block, group)
+        self.register_buffer("whole", block.attn.qkv.weight.detach().clone(), persistent=False)
+
+
+@wrong("TensorParallelDiTBlock", says="raised TypeError")
+class AlwaysWithRope(ByHand):
+    def turn(self, q, rope):
+        return by_pairs(q, *rope)
+
+
+@wrong("TensorParallelDiTBlock", says="second call")
+class TheFirstConditionForEver(ByHand):
+    def forward(self, x, c, rope=None):
+        self.c = getattr(self, "c", c)
+        return super().forward(x, self.c, rope)
 
 
 @wrong("TensorParallelDiTBlock", says="off by|qkv|differs")
@@ -331,7 +376,8 @@ class _Attend(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _forward(model, x, t, labels, group, attend=None, cut_rope=True, gather=True, clean=True):
+def _forward(model, x, t, labels, group, attend=None, cut_rope=True, gather=True, clean=True,
+             only_without_errors=False):  # fmt: skip
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     attend = attend or (lambda q, k, v: ulysses_attention(q, k, v, group=group))
 
@@ -361,11 +407,16 @@ def _forward(model, x, t, labels, group, attend=None, cut_rope=True, gather=True
         )
     try:
         with _Attend(attend):
-            return model(x, t, labels)
-    finally:
-        if clean:
+            out = model(x, t, labels)
+    except Exception:
+        if clean and not only_without_errors:
             for hook in hooks:
                 hook.remove()
+        raise
+    if clean:
+        for hook in hooks:
+            hook.remove()
+    return out
 
 
 @right("ulysses_dit_forward")
@@ -413,6 +464,27 @@ def gathers_keys_and_values(model, x, t, labels, group=None):
 def gradient_of_all_ranks(model, x, t, labels, group=None):
     out = _forward(model, x, t, labels, group)
     return out.detach() + (out - out.detach()) * dist.get_world_size(group)
+
+
+@wrong("ulysses_dit_forward", says="left on the model after the second block raised")
+def leaves_its_hooks_when_the_model_raises(model, x, t, labels, group=None):
+    return _forward(model, x, t, labels, group, only_without_errors=True)
+
+
+@wrong("ulysses_dit_forward", says="something is left")
+def leaves_the_model_in_eval_mode(model, x, t, labels, group=None):
+    return _forward(model.eval(), x, t, labels, group)
+
+
+@wrong("ulysses_dit_forward", says="something is left")
+def remembers_its_inputs(model, x, t, labels, group=None):
+    model.last_inputs = x, t, labels
+    return _forward(model, x, t, labels, group)
+
+
+@wrong("ulysses_dit_forward", says="gradient of x")
+def inputs_without_gradient(model, x, t, labels, group=None):
+    return _forward(model, x.detach(), t.detach(), labels, group)
 
 
 # video_dpo_loss
