@@ -260,6 +260,24 @@ def test_steps_equal_one_process_and_pytorchs(p, cases):
             assert sent == boundaries * 4 * 2 * 16 * 64 * 4, case
 
 
+def frozen_start():
+    rank, p = dist.get_rank(), dist.get_world_size()
+    part = split_lm(tiny_lm(), p)[rank].to(sb.device()).requires_grad_(rank > 0)
+    tokens, targets = (t.to(sb.device()).split(2) for t in counting_batch(0, **BATCH))
+    run_pipeline(part, one_f_one_b(p, 4), tokens, targets, token_loss)
+    return [None if q.grad is None else q.grad.cpu() for q in part.parameters()]
+
+
+def test_the_first_stage_may_be_frozen():
+    model = tiny_lm()
+    tokens, targets = counting_batch(0, **BATCH)
+    token_loss(model(tokens), targets).backward()
+    first, second = sb.run(frozen_start, world_size=2).values
+    assert all(g is None for g in first)
+    for got, q in zip(second, split_lm(model, 2)[1].parameters(), strict=True):
+        assert torch.allclose(got, q.grad, atol=1e-5)  # sums in another order
+
+
 def refused():
     stage, messages = chunks_of(1, num_layers=2)[0], []
     for call in (
@@ -308,6 +326,19 @@ def test_tied_embeddings_stay_tied():
     assert torch.allclose(ranks[0][1], weight, atol=1e-5)
     apart = sb.run(tied_training, False, world_size=4).values
     assert (apart[0][1] - apart[3][1]).abs().max() > 1e-3, "without the sum they drift apart"
+
+
+def strided_tied_gradient():
+    rank = dist.get_rank()
+    weight = torch.nn.Parameter(torch.zeros(3, 2, device=sb.device()))
+    weight.grad = torch.arange(6.0, device=sb.device()).view(2, 3).t() * (1 + rank)
+    sync_tied_embeddings_(*((weight, None) if rank == 0 else (None, weight)))
+    return weight.grad.cpu()
+
+
+def test_tied_gradients_may_be_strided():
+    for grad in sb.run(strided_tied_gradient, world_size=2).values:
+        assert torch.equal(grad, 3 * torch.arange(6.0).view(2, 3).t())
 
 
 def test_pace_counts_what_was_computed_before():

@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import calls
 from ..device import device
+from ..memory import held_bytes
 from .framework import check, close, expect, random, refuses, same, total
 from .groups import last_ranks
 
@@ -285,7 +286,7 @@ class _Hold(torch.autograd.Function):
 
 
 class _Stage(nn.Module):
-    """One stage; counts how many of its outputs are alive when a forward starts."""
+    """One stage; counts its forwards, and how many of its outputs are alive when one starts."""
 
     def __init__(self, index: int, stages: int):
         super().__init__()
@@ -295,9 +296,10 @@ class _Stage(nn.Module):
             self.linear.weight.copy_(random(*self.linear.weight.shape, seed=10 + index) / 2)
             self.linear.bias.copy_(random(*self.linear.bias.shape, seed=20 + index))
         self.alive: list[weakref.ref] = []
-        self.peak = 0
+        self.peak = self.forwards = 0
 
     def forward(self, x):
+        self.forwards += 1
         self.alive = [r for r in self.alive if r() is not None]
         self.peak = max(self.peak, len(self.alive) + 1)
         token = _Token()
@@ -351,19 +353,71 @@ def _run(answer, schedule, m: int, group, size: int, rank: int):
     grads = [p.grad.detach().cpu() - 1 for p in stage.parameters()]
     left = sum(r() is not None for r in stage.alive)
     value = None if loss is None else torch.as_tensor(loss).detach().cpu()
-    return grads, value, log, stage.peak, left
+    return grads, value, log, stage.forwards, stage.peak, left
 
 
 def _pipelines(answer, kind: str):
     results = []
     for size, group, rank in last_ranks():
-        m = 5
+        m = 3 if kind == "flush" else 5
         if kind == "random":
             schedule = _random_schedule(size, m, 1, seed=size)
         else:
             schedule = (_flush if kind == "flush" else _steady)(size, m)
         results.append((size, m, rank, *_run(answer, schedule, m, group, size, rank)))
     return results
+
+
+def _grown(answer) -> int:
+    """Bytes that a second step leaves behind, when nothing of either is in use any more."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    _run(answer, _steady(size, 5), 5, None, size, rank)
+    before = held_bytes()
+    _run(answer, _steady(size, 5), 5, None, size, rank)
+    return held_bytes() - before
+
+
+def _token_stages(size: int) -> list[nn.Module]:
+    """An embedding and linear layers in bf16: [n] token ids in, [n, 6] from stage to stage."""
+    stages = [nn.Embedding(11, 6), *(nn.Linear(6, 6) for _ in range(size - 1))]
+    with torch.no_grad():
+        for i, p in enumerate(p for stage in stages for p in stage.parameters()):
+            p.copy_(random(*p.shape, seed=30 + i))
+    return [stage.bfloat16() for stage in stages]
+
+
+def _token_data(m: int):
+    tokens = [torch.arange(4 + i) * 7 % 11 for i in range(m)]
+    return tokens, [random(len(t), 6, seed=40 + i) for i, t in enumerate(tokens)]
+
+
+def _token_loss(y, target):
+    return F.mse_loss(y.float(), target)
+
+
+def _of_tokens(answer):
+    results = []
+    for size, group, rank in last_ranks((1, 3)):
+        stage = _token_stages(size)[rank].to(device())
+        tokens, targets = ([t.to(device()) for t in data] for data in _token_data(3))
+        schedule = _steady(size, 3)
+        mine = tokens if rank == 0 else None, targets if rank == size - 1 else None
+        answer(stage, schedule, *mine, _token_loss, group)
+        grads = [None if p.grad is None else p.grad.cpu() for p in stage.parameters()]
+        results.append((size, rank, grads))
+    return results
+
+
+def _judge_tokens(values) -> None:
+    for size, rank, grads in (result for results in values for result in results):
+        stages = _token_stages(size)
+        model = nn.Sequential(*stages)
+        losses = [_token_loss(model(t), y) for t, y in zip(*_token_data(3), strict=True)]
+        (sum(losses) / 3).backward()
+        for got, p in zip(grads, stages[rank].parameters(), strict=True):
+            where = f"stage {rank} of {size}"
+            expect(got is not None, f"a gradient of {where} is None")
+            close(got, p.grad, f"a gradient of {where}", 3e-2)  # bf16 has 8 bits of mantissa
 
 
 def _expected(size: int, m: int):
@@ -377,9 +431,10 @@ def _expected(size: int, m: int):
 
 def _judge_pipelines(values) -> None:
     for results in values:
-        for size, m, rank, grads, loss, *_ in results:
+        for size, m, rank, grads, loss, _, forwards, *_ in results:
             wanted, wanted_loss = _expected(size, m)
             where = f"stage {rank} of {size}"
+            expect(forwards == m, f"{where} ran {forwards} forwards for {m} micro-batches")
             for got, want in zip(grads, wanted[rank], strict=True):
                 close(got, want, f"a gradient of {where}")
             if rank == size - 1:
@@ -398,8 +453,9 @@ def run_pipeline(answer, report):
     with report.property(
         "loss and gradients equal the unsplit model's under GPipe's schedule, 1 to 4 stages",
         hint="the loss is the mean over micro-batches, so each one's gradient counts 1/m; pass "
-        "group= and group ranks to every send and receive; add to .grad, don't replace it; a "
-        "stage's output may be strided, what is sent and received into must be contiguous",
+        "group= and group ranks to every send and receive; run each forward once; add to .grad, "
+        "don't replace it; a stage's output may be strided, what is sent and received into must "
+        "be contiguous",
     ):
         values = report.ranks(_pipelines, 4, answer, "flush")
         _judge_pipelines(values)
@@ -416,14 +472,23 @@ def run_pipeline(answer, report):
     ):
         _judge_pipelines(report.ranks(_pipelines, 4, answer, "random"))
     with report.property(
+        "with token ids as input and two-dimensional bf16 activations between stages",
+        hint="integers can't require a gradient: only what a stage has received needs one; shape "
+        "and dtype of the receive buffer are those of what the stage before sends, in a header",
+    ):
+        _judge_tokens(report.ranks(_of_tokens, 4, answer))
+    with report.property(
         "under 1F1B stage s holds p - s micro-batches' activations, and none at the end",
-        hint="drop a micro-batch's input and output when its backward is done",
+        hint="drop a micro-batch's input and output when its backward is done, and what was sent "
+        "when the step is",
     ):
         for results in steady or report.ranks(_pipelines, 4, answer, "steady"):
-            for size, m, rank, _, _, _, peak, left in results:
+            for size, m, rank, *_, peak, left in results:
                 most = min(size - rank, m)
                 expect(peak <= most, f"stage {rank} of {size} held {peak}, expected {most}")
                 expect(left == 0, f"stage {rank} of {size} still holds {left} at the end")
+        for rank, grown in enumerate(report.ranks(_grown, 4, answer)):
+            expect(grown <= 0, f"stage {rank} of 4 still holds {grown} bytes after the step")
     with report.property(
         "each boundary carries m activations forward and m gradients back, point to point",
         hint="a stage talks to its neighbours only; the shape may travel in one small message",
@@ -444,7 +509,8 @@ def run_pipeline(answer, report):
                 moved = sum(c.nbytes for c in log if c.op not in ("send", "recv"))
                 expect(moved <= 256, f"{where} moved {moved} bytes by collectives")
                 directions = (rank < size - 1) + (rank > 0)
-                expect(count <= 2 * m * directions, f"{where} sent {count} messages")
+                # Dimensions, sizes and the activation itself may travel in a message each.
+                expect(count <= 3 * m * directions, f"{where} sent {count} messages")
 
 
 # ---- tied embeddings
@@ -456,24 +522,28 @@ def _tied(answer, case: str):
     first_rank, last_rank = (1, size - 1) if case == "group" else (0, size - 1)
     weight = None
     if rank in (first_rank, last_rank):
-        weight = nn.Parameter(random(11, 6, seed=1).to(device()))
-        seed = 3 if rank == first_rank else 4
+        dtype = torch.bfloat16 if case == "bf16" else torch.float32
+        weight = nn.Parameter(random(11, 6, seed=1).to(device(), dtype))
+        grad = random(11, 6, seed=3 if rank == first_rank else 4).to(device(), dtype)
         if not (case == "none" and rank == first_rank):
-            weight.grad = random(11, 6, seed=seed).to(device())
+            # As a matmul with a transposed weight leaves it: strided, on one of the two.
+            weight.grad = grad.t().contiguous().t() if rank == last_rank else grad
     with calls.record() as log:
         if case != "group" or rank >= 1:
             first = weight if rank == first_rank else None
             answer(first, weight if rank == last_rank else None, group)
     out = None if weight is None or weight.grad is None else weight.grad.detach().cpu()
-    kept = weight is None or torch.equal(weight.detach().cpu(), random(11, 6, seed=1))
+    kept = weight is None or torch.equal(weight.detach().cpu(), random(11, 6, seed=1).to(dtype))
     return out, kept, log
 
 
 def _alone(answer):
-    weight = nn.Parameter(random(11, 6, seed=1).to(device()))
-    weight.grad = random(11, 6, seed=3).to(device())
-    answer(weight, weight, None)
-    return weight.grad.cpu()
+    one, first, last = (nn.Parameter(random(11, 6, seed=1).to(device())) for _ in range(3))
+    for weight, seed in ((one, 3), (first, 3), (last, 4)):
+        weight.grad = random(11, 6, seed=seed).to(device())
+    answer(one, one, None)
+    answer(first, last, None)
+    return one.grad.cpu(), first.grad.cpu(), last.grad.cpu()
 
 
 @check("sync_tied_embeddings_")
@@ -483,7 +553,8 @@ def sync_tied_embeddings_(answer, report):
     both = random(11, 6, seed=3) + random(11, 6, seed=4)
     with report.property(
         "both copies hold the sum of both gradients, and the weights stay",
-        hint="the tied weight is used twice, so its gradient is the SUM of both uses",
+        hint="the tied weight is used twice, so its gradient is the SUM of both uses; a gradient "
+        "may be strided, what is sent and received into must be contiguous",
     ):
         values = report.ranks(_tied, 4, answer, "default")
         for rank, (grad, kept, _) in enumerate(values):
@@ -508,11 +579,14 @@ def sync_tied_embeddings_(answer, report):
             expect(grad is not None, f"rank {rank} has no gradient")
             close(grad, random(11, 6, seed=4), f"the gradient on rank {rank}")
     with report.property(
-        "one Parameter on one rank is left alone: autograd has summed it already",
-        hint="with one stage both arguments are the same object",
+        "on one rank, one Parameter is left alone, and two get the sum",
+        hint="with one stage both arguments may be the same object, whose gradient autograd has "
+        "summed already; two objects hold a gradient each",
     ):
-        grad = report.ranks(_alone, 1, answer)[0]
-        close(grad, random(11, 6, seed=3), "the gradient of the one Parameter")
+        one, *two = report.ranks(_alone, 1, answer)[0]
+        close(one, random(11, 6, seed=3), "the gradient of the one Parameter")
+        for grad in two:
+            close(grad, both, "the gradient of one of two Parameters on one rank")
     with report.property(
         "only the two ranks that hold a copy move gradients",
         hint="an all-reduce over the whole pipeline makes the stages between carry others' data",
@@ -522,3 +596,10 @@ def sync_tied_embeddings_(answer, report):
             big = sum(c.nbytes for c in log if c.nbytes >= nbytes and c.op != "recv")
             limit = nbytes if rank in (0, 3) else 0
             expect(big <= limit, f"rank {rank} sent {big} bytes of gradients, expected {limit}")
+    with report.property(
+        "and in bf16",
+        hint="receive into a buffer of the gradient's own dtype",
+    ):
+        for rank, (grad, *_) in enumerate(report.ranks(_tied, 4, answer, "bf16")):
+            if rank in (0, 3):  # bf16 has 8 bits of mantissa
+                close(grad, both.bfloat16(), f"the gradient on rank {rank}", 3e-2)

@@ -54,7 +54,8 @@ def run_pipeline(
         else:
             grad = None if rank == last else grads.take(i)
             x, y = live.pop(i)
-            y.backward(grad)
+            if y.requires_grad:  # not where everything up to here is frozen
+                y.backward(grad)
             if rank > 0:
                 _send(x.grad, rank - 1, group, sent)
         del x, y  # or the graph would outlive its backward by one operation
@@ -134,8 +135,8 @@ def sync_tied_embeddings_(
         return
     weight = held[0]
     peer = owner[1] if weight is first_weight else owner[0]
-    theirs = torch.empty_like(weight.grad)
     mine = weight.grad.contiguous()
+    theirs = torch.empty_like(mine)
     ops = [
         dist.P2POp(dist.isend, mine, group=group, group_peer=peer),
         dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from shardbook.device import device
 from shardbook.parallel import pipeline, schedules
 from shardbook.parallel.pipeline import _recv, _room, _send, recv_activation, send_activation
 from tests.wrong_answers import right, wrong
@@ -358,7 +359,17 @@ def one_list_a_direction(stage, schedule, microbatches, targets, loss_fn, group=
     return sum(losses) / m if rank == last else None
 
 
-def _variant(scale=True, wipe=False, order=None, loss_everywhere=False, room=_room):
+def _variant(
+    scale=None,
+    wipe=False,
+    order=None,
+    loss_everywhere=False,
+    room=_room,
+    load=lambda x: x,
+    send=send_activation,
+    receive=recv_activation,
+    keep=None,
+):
     def answer(stage, schedule, microbatches, targets, loss_fn, group=None):
         rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
         m = sum(op[0] == "F" for op in schedule[rank])
@@ -366,24 +377,32 @@ def _variant(scale=True, wipe=False, order=None, loss_everywhere=False, room=_ro
         if wipe:
             stage.zero_grad()
         live, sent, losses = {}, [], []
-        for kind, i, _ in order(schedule[rank]) if order else schedule[rank]:
+        schedule = [order(ops) for ops in schedule] if order else schedule
+        inputs = pipeline._Inbox(schedule, rank - 1, "F", lambda i: receive(rank - 1, group))
+        back = pipeline._Inbox(
+            schedule, rank + 1, "B", lambda i: _recv(room(live[i][1]), rank + 1, group)
+        )
+        for kind, i, _ in schedule[rank]:
             if kind == "F":
-                x = microbatches[i] if rank == 0 else recv_activation(rank - 1, group)
+                x = load(microbatches[i]) if rank == 0 else inputs.take(i)
                 y = stage(x)
                 if rank == last:
-                    y = loss_fn(y, targets[i]) / (m if scale else 1)
+                    y = loss_fn(y, targets[i]) / (scale or m)
                     losses.append(y.detach())
                 else:
-                    send_activation(y.detach(), rank + 1, group, sent)
+                    send(y.detach(), rank + 1, group, sent)
                 live[i] = x, y
             else:
+                grad = None if rank == last else back.take(i)
                 x, y = live.pop(i)
-                grad = None if rank == last else _recv(room(y), rank + 1, group)
                 y.backward(grad)
                 if rank > 0:
                     _send(x.grad, rank - 1, group, sent)
+            del x, y
         for work, _ in sent:
             work.wait()
+        if keep is not None:
+            keep.append((microbatches, targets, sent))
         total = torch.stack(losses).sum() if losses else None
         if loss_everywhere:
             total = torch.zeros((), device=where) if total is None else total
@@ -400,11 +419,66 @@ def every_input_requires_a_gradient(stage, schedule, microbatches, targets, loss
     return pipeline.run_pipeline(stage, schedule, microbatches, targets, loss_fn, group)
 
 
-wrong("run_pipeline", says="off by|loss")(_named("sums_the_microbatches", _variant(scale=False)))
+wrong("run_pipeline", says="off by|loss")(_named("sums_the_microbatches", _variant(scale=1)))
 wrong("run_pipeline", says="contiguous")(
     _named("receives_into_the_same_strides", _variant(room=torch.empty_like))
 )
+wrong("run_pipeline", says="off by")(_named("always_five_microbatches", _variant(scale=5)))
+wrong("run_pipeline", says="tokens|token ids")(
+    _named("a_copy_that_requires_a_gradient", _variant(load=lambda x: x.clone().requires_grad_()))
+)
+wrong("run_pipeline", says="bytes after the step")(_named("keeps_what_was_sent", _variant(keep=[])))
 wrong("run_pipeline", says="gradient")(_named("wipes_earlier_gradients", _variant(wipe=True)))
+
+
+def _send_in_three(y, peer, group, sent):
+    """Number of dimensions and dtype, sizes, and the activation: a message each."""
+    kind = pipeline._DTYPES.index(y.dtype)
+    _send(torch.tensor([y.dim(), kind], device=y.device), peer, group, sent)
+    _send(torch.tensor(y.shape, device=y.device), peer, group, sent)
+    _send(y, peer, group, sent)
+
+
+def _recv_in_three(peer, group, dtype=None):
+    def ints(n):
+        return _recv(torch.empty(n, dtype=torch.int64, device=device()), peer, group).tolist()
+
+    dims, kind = ints(2)
+    x = torch.empty(ints(dims), dtype=dtype or pipeline._DTYPES[kind], device=device())
+    return _recv(x, peer, group).requires_grad_()
+
+
+right("run_pipeline")(
+    _named("header_in_two_parts", _variant(send=_send_in_three, receive=_recv_in_three))
+)
+wrong("run_pipeline", says="bf16")(
+    _named(
+        "receives_fp32_only",
+        _variant(
+            send=_send_in_three,
+            receive=lambda peer, group: _recv_in_three(peer, group, torch.float32),
+        ),
+    )
+)
+
+
+def _recv_three_dimensions(peer, group):
+    x = recv_activation(peer, group)
+    assert x.dim() == 3, "activations are [b, s, h]"
+    return x
+
+
+wrong("run_pipeline", says="two-dimensional")(
+    _named("three_dimensions_only", _variant(receive=_recv_three_dimensions))
+)
+
+
+@wrong("run_pipeline", says="forwards for")
+def every_forward_twice(stage, schedule, microbatches, targets, loss_fn, group=None):
+    """Once to learn the shape, once for the value."""
+    inner = stage.forward
+    stage.forward = lambda x: (inner(x), inner(x))[1]
+    return pipeline.run_pipeline(stage, schedule, microbatches, targets, loss_fn, group)
 
 
 @wrong("run_pipeline", says="held|holds")
@@ -461,20 +535,45 @@ def forgets_the_gradient_of_the_input(stage, schedule, microbatches, targets, lo
 
 @right("sync_tied_embeddings_")
 def through_a_group_of_two(first_weight, last_weight, group=None):
-    if first_weight is last_weight and first_weight is not None:
+    _swapped(first_weight, last_weight, group)
+
+
+def _swapped(
+    first_weight, last_weight, group, copies=True, dense=torch.Tensor.contiguous, dtype=None
+):
+    if first_weight is last_weight:
         return
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     w = first_weight if first_weight is not None else last_weight
-    if w is None or world == 1:
+    if first_weight is not None and last_weight is not None:
+        if copies:
+            w.grad = w.grad + last_weight.grad
+            last_weight.grad = w.grad.clone()
         return
     if w.grad is None:
         w.grad = torch.zeros_like(w)
     peer = world - 1 if rank == 0 else 0
-    other = torch.empty_like(w.grad)
-    work = dist.isend(w.grad.contiguous(), group=group, group_dst=peer)
+    mine = dense(w.grad)
+    other = torch.empty_like(mine, dtype=dtype)
+    work = dist.isend(mine, group=group, group_dst=peer)
     dist.recv(other, group=group, group_src=peer)
     work.wait()
-    w.grad = w.grad + other
+    w.grad = mine + other
+
+
+@wrong("sync_tied_embeddings_", says="two objects hold a gradient each")
+def forgets_two_copies_on_one_rank(first_weight, last_weight, group=None):
+    _swapped(first_weight, last_weight, group, copies=False)
+
+
+@wrong("sync_tied_embeddings_", says="must be contiguous")
+def views_a_strided_gradient(first_weight, last_weight, group=None):
+    _swapped(first_weight, last_weight, group, dense=lambda g: g.view(-1).view(g.shape))
+
+
+@wrong("sync_tied_embeddings_", says="in bf16")
+def receives_fp32(first_weight, last_weight, group=None):
+    _swapped(first_weight, last_weight, group, dtype=torch.float32)
 
 
 @wrong("sync_tied_embeddings_", says="off by")
@@ -484,15 +583,19 @@ def does_nothing(first_weight, last_weight, group=None):
 
 @wrong("sync_tied_embeddings_", says="bytes of gradients")
 def all_reduces_over_the_pipeline(first_weight, last_weight, group=None):
-    if first_weight is not None and first_weight is last_weight:
-        return
+    if first_weight is not None and last_weight is not None:
+        return _swapped(first_weight, last_weight, group)
     w = first_weight if first_weight is not None else last_weight
     where = w.device if w is not None else None
     if where is None:
         from shardbook.device import device
 
         where = device()
-    grad = torch.zeros(11, 6, device=where) if w is None or w.grad is None else w.grad.clone()
+    grad = (
+        torch.zeros(11, 6, device=where)
+        if w is None or w.grad is None
+        else w.grad.contiguous().clone()
+    )
     dist.all_reduce(grad, group=group)
     if w is not None:
         w.grad = grad
