@@ -19,7 +19,7 @@ def linear(fan_in: int, fan_out: int, bias: bool = True, seed: int = 0) -> nn.Li
     return linear
 
 
-def step(layer, x: Tensor, grad: Tensor, rate: float = 0.02) -> dict:
+def step(layer: nn.Module, x: Tensor, grad: Tensor, rate: float = 0.02) -> dict:
     """Forward, backward, one SGD step, forward again: shows the gradient of every parameter."""
     where = next(layer.parameters()).device  # the oracle computes on the CPU
     x = x.detach().clone().to(where).requires_grad_(x.is_floating_point())
@@ -31,7 +31,8 @@ def step(layer, x: Tensor, grad: Tensor, rate: float = 0.02) -> dict:
         for p in layer.parameters():
             if p.grad is not None:
                 p -= rate * p.grad
-        after = layer(x)
+        after = layer.eval()(x)  # also without gradients, and in evaluation, it is the same layer
+    layer.train()
     return {
         "y": y.detach().cpu(),
         "dx": None if x.grad is None else x.grad.cpu(),
@@ -89,7 +90,7 @@ def _pair(answer, group, place, size, with_dim) -> dict:
         )
     half = random(12, 5, seed=place, dtype=torch.bfloat16).to(device())
     with torch.no_grad():
-        found["dtype"] = answer(half, *([0] if with_dim else []), group=group).dtype
+        found["half"] = answer(half, *([0] if with_dim else []), group=group).cpu()
     return found
 
 
@@ -149,9 +150,12 @@ def _check_pair(answer, report, name: str, hints: dict[str, str]) -> None:
             for v in found["variants"]:
                 expect(v["kept"], "the input was changed")
                 expect(v["grad_kept"], "the incoming gradient was changed")
-    with report.property("keeps bf16, and works under no_grad", hint="a cast is not asked for."):
-        for _, _, found in each(values):
-            same(found["dtype"], torch.bfloat16, "the result's dtype")
+    hint = "no gradient asked for is no reason to skip the collective; a cast is not asked for."
+    with report.property("keeps bf16, and works under no_grad", hint=hint):
+        for size, place, found in each(values):
+            halves = [random(12, 5, seed=i, dtype=torch.bfloat16).float() for i in range(size)]
+            want = _one_way(way, halves, place, 0).bfloat16()
+            close(found["half"], want, f"the bf16 result under no_grad on {size} ranks", 0.05)
     if divides:
         hint = "torch.chunk gives uneven pieces silently; compare the size with the ranks first."
         with report.property("ValueError where the dimension does not divide", hint=hint):
@@ -278,9 +282,23 @@ def _sharded_layer(answer, group, place, size, column: bool) -> dict:
                 "held": held(layer),
             }
             found["variants"].append((bias, whole, result))
+    found["half"] = _half_layer(answer, group, place, size, column)
     if size in (3, 4):
         full = linear(*((7, 10) if column else (10, 7))).to(device())
         found["refused"] = refusal(answer, full, group=group, what=f"a size of 10 on {size} ranks")
+    return found
+
+
+def _half_layer(answer, group, place, size, column: bool) -> dict:
+    """A bf16 layer built and called."""
+    full = linear(*((NARROW, WIDE) if column else (WIDE, NARROW)), seed=3).to(device()).bfloat16()
+    x = random(*ROWS, full.in_features, seed=5, dtype=torch.bfloat16)
+    layer = answer(full, group=group)
+    found = {"dtypes": {p.dtype for p in layer.parameters()}}
+    if found["dtypes"] == {torch.bfloat16}:  # else it may not even run
+        x = x if column else cut(x, -1, size, place)
+        with torch.no_grad():
+            found["y"] = layer(x.contiguous().to(device())).cpu()
     return found
 
 
@@ -363,10 +381,19 @@ def _check_layer(answer, report, column: bool) -> None:
                 same(v["shapes"], (shape, b), "the shapes of weight and bias")
                 limit = 4 * (shape[0] * shape[1] + (shape[0] if bias else 0))
                 expect(
-                    v["held"] <= limit or size == 1,
+                    v["held"] <= limit + 64 or size == 1,  # a little bookkeeping
                     f"the layer keeps {v['held']} bytes on {size} ranks, its shard has {limit}",
                 )
                 expect(v["full_kept"], "training the shard changed the layer it was built from")
+    hint = "the shard has the dtype of the layer it is cut from: torch.empty alone makes fp32."
+    with report.property("a bf16 layer gives a bf16 shard and a bf16 output", hint=hint):
+        full = linear(fan_in, fan_out, seed=3).bfloat16().float()
+        want = full(x.bfloat16().float()).detach()
+        for size, place, found in each(values):
+            half = found["half"]
+            same(half["dtypes"], {torch.bfloat16}, f"the dtypes of the shard on {size} ranks")
+            y = mine(want, not column, size, place).bfloat16()
+            close(half["y"], y, f"the bf16 output on {size} ranks", 0.05)
     hint = "compare the size with the number of ranks of the group when the layer is built."
     with report.property("ValueError where the size does not divide", hint=hint):
         for _, _, found in each(values, 3, 4):

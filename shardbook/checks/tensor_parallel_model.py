@@ -1,5 +1,8 @@
 """Chapter 22, what is built of the parallel layers: attention, vocabulary, sequence parallel."""
 
+import gc
+import weakref
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,14 +15,19 @@ from .tensor_parallel_layers import linear, step
 
 # Attention
 
-HEAD, ATTENTION_IN = 6, 11  # head size; the model's width differs from heads x head size
+ATTENTION_IN = 11  # the model's width differs from heads x head size
 TOKENS = (5, 7)  # [B, S]
 
 
+def _head(heads: int, kv_heads: int) -> int:
+    return 4 if heads == kv_heads else 6  # the size of a head is for qkv to say
+
+
 def _attention_layers(heads: int, kv_heads: int) -> tuple[nn.Linear, nn.Linear]:
-    bias = heads != kv_heads  # as in Llama; with equal numbers the layers come without one
-    qkv = linear(ATTENTION_IN, (heads + 2 * kv_heads) * HEAD, bias, seed=20)
-    return qkv, linear(heads * HEAD, ATTENTION_IN, bias, seed=22)
+    """No bias with equal numbers of heads (Llama), qkv's alone with 2 kv heads (Qwen2), or both."""
+    head = _head(heads, kv_heads)
+    qkv = linear(ATTENTION_IN, (heads + 2 * kv_heads) * head, heads != kv_heads, seed=20)
+    return qkv, linear(heads * head, ATTENTION_IN, kv_heads in (1, 4), seed=22)
 
 
 class _FullAttention(nn.Module):
@@ -31,10 +39,11 @@ class _FullAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h, kv = self.heads, self.kv_heads
-        by_head = self.qkv(x).unflatten(-1, (-1, HEAD))  # [B, S, H+2Hkv, d]
+        head = _head(h, kv)
+        by_head = self.qkv(x).unflatten(-1, (-1, head))  # [B, S, H+2Hkv, d]
         q, k, v = by_head[..., :h, :], by_head[..., h : h + kv, :], by_head[..., h + kv :, :]
         k, v = (t.repeat_interleave(h // kv, dim=2) for t in (k, v))  # [B, S, H, d]
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / HEAD**0.5
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / head**0.5
         future = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         return self.out(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
@@ -84,7 +93,8 @@ def parallel_attention(answer, report):
     values: list = []
     hint = (
         "qkv holds q, then k, then v: cut the three apart, each by whole heads; then f, this "
-        "rank's heads, its columns of out, g, and the bias once."
+        "rank's heads, its columns of out, g, and the bias once. Either layer may have none, and "
+        "the size of a head is that of its part of qkv."
     )
     name = "full attention's output and input gradient, heads and kv heads split"
     with report.property(name, hint=hint):
@@ -109,14 +119,16 @@ def parallel_attention(answer, report):
     hint = "one g forward, one f backward; the copies of a kv head sync their weight's gradient."
     name = "one all_reduce forward and one backward, beside the sum for shared kv heads"
     with report.property(name, hint=hint):
-        for size, (_, kv_heads), v, _ in ran(split + shared, 2, 3, 4):
+        for size, (heads, kv_heads), v, _ in ran(split + shared, 2, 3, 4):
             only_call(v["forward"], "all_reduce", x.nbytes, "forward")
             if kv_heads >= size:
                 only_call(v["backward"], "all_reduce", x.nbytes, "backward")
                 continue
             count = sum(n for n, _ in v["backward"].values())
             nbytes = sum(b for _, b in v["backward"].values())
-            extra = size * 4 * 2 * HEAD * (ATTENTION_IN + 1)  # of every rank's k and v rows
+            extra = (
+                size * 4 * 2 * _head(heads, kv_heads) * (ATTENTION_IN + 1)
+            )  # of every rank's k and v rows
             expect(
                 2 <= count <= 5 and nbytes <= x.nbytes + extra,
                 f"backward makes {count} collectives of {nbytes} bytes; expected one of {x.nbytes} "
@@ -126,7 +138,11 @@ def parallel_attention(answer, report):
     with report.property("keeps its heads only, in memory of its own", hint=hint):
         for size, (heads, kv_heads), v, where in ran(split + shared, 2, 3, 4):
             mine = heads // size + 2 * max(1, kv_heads // size)  # heads of q, k and v
-            limit = 4 * HEAD * (mine * (ATTENTION_IN + 1) + heads // size * ATTENTION_IN)
+            limit = (
+                4
+                * _head(heads, kv_heads)
+                * (mine * (ATTENTION_IN + 1) + heads // size * ATTENTION_IN)
+            )
             limit += 4 * ATTENTION_IN  # the whole bias of out
             slack = 256  # small tensors of bookkeeping
             expect(
@@ -152,6 +168,12 @@ def _tokens() -> Tensor:
     return order[: TEXT[0] * TEXT[1]].view(TEXT)  # nearly all of the vocabulary, so every rank's
 
 
+def _text() -> Tensor:
+    tokens = _tokens().clone()
+    tokens[1] = tokens[0]  # as in any text, tokens come again
+    return tokens
+
+
 def _embedding(vocab: int = VOCAB) -> nn.Embedding:
     return nn.Embedding(vocab, DIM, _weight=random(vocab, DIM, seed=30))
 
@@ -159,7 +181,7 @@ def _embedding(vocab: int = VOCAB) -> nn.Embedding:
 def _embedded(answer, group, place, size) -> dict:
     full = _embedding().to(device())
     layer = answer(full, group=group)
-    found = step(layer, _tokens(), random(*TEXT, DIM, seed=32))
+    found = step(layer, _text(), random(*TEXT, DIM, seed=32))
     kept = torch.equal(full.weight.cpu(), _embedding().weight) or size == 1
     layer.zero_grad()
     found |= {"held": held(layer), "kept": kept}
@@ -173,7 +195,7 @@ def _embedded(answer, group, place, size) -> dict:
 def vocab_parallel_embedding(answer, report):
     """Rows of the table over ranks."""
     grad = random(*TEXT, DIM, seed=32)
-    oracle = step(_embedding(), _tokens(), grad)
+    oracle = step(_embedding(), _text(), grad)
     values: list = []
     hint = (
         "shift the ids by this rank's first row; an id that is elsewhere must give zeros (not row "
@@ -185,7 +207,8 @@ def vocab_parallel_embedding(answer, report):
             close(found["y"], oracle["y"], f"the output on {size} ranks")
     if not values:
         return
-    hint = "mask after the look-up, and let the gradient pass the sum unchanged (g)."
+    hint = "mask after the look-up, and let the gradient pass the sum unchanged (g); the gradients "
+    hint += "of a token that occurs twice add up."
     with report.property("one training step changes it as it changes the full table", hint=hint):
         for size, _, found in each(values):
             close(found["after"], oracle["after"], f"the output after one step on {size} ranks")
@@ -222,11 +245,12 @@ def _targets(ignore: bool) -> Tensor:
 
 
 def _vocab_loss(answer, group, place, size) -> dict:
-    found = {}
+    found, given = {}, []
     for kind, scale in LOGITS.items():
         for ignore in (False, True):
             full = random(*TEXT, VOCAB, seed=40) * scale
             z = cut(full, -1, size, place).to(device()).requires_grad_()  # not contiguous
+            given.append(weakref.ref(z))
             before, targets = z.detach().clone(), _targets(ignore).to(device())
             with record() as forward:
                 loss = answer(z, targets, group=group)
@@ -240,7 +264,21 @@ def _vocab_loss(answer, group, place, size) -> dict:
                 "kept": torch.equal(before, z.detach())
                 and bool((targets.cpu() == _targets(ignore)).all()),
             }
+    del z, loss
+    gc.collect()
+    found["alive"] = sum(ref() is not None for ref in given)
     return found
+
+
+def _half_loss(answer, group, place, size) -> dict:
+    half = cut(_half_logits(), -1, size, place).to(device())
+    with torch.no_grad():
+        loss = answer(half, _targets(True).flatten().to(device()), group=group)
+    return {"loss": loss.float().cpu()}
+
+
+def _half_logits() -> Tensor:
+    return (random(TEXT[0] * TEXT[1], VOCAB, seed=42) * 3).bfloat16()  # [tokens, V]
 
 
 @check("vocab_parallel_cross_entropy")
@@ -290,6 +328,16 @@ def vocab_parallel_cross_entropy(answer, report):
                 f"forward makes {said}; expected three all_reduces of {nbytes} bytes",
             )
             only_call(v["backward"], "", 0, "backward")
+    hint = "targets have any number of dimensions; compute in fp32, whatever the logits are."
+    with report.property("the same for bf16 logits [tokens, V/P], under no_grad", hint=hint):
+        want = F.cross_entropy(_half_logits().float(), _targets(True).flatten(), reduction="none")
+        for size, _, found in each(report.ranks(in_groups, 4, _half_loss, answer)):
+            close(found["loss"], want, f"the loss of bf16 logits on {size} ranks", 0.05)
+    hint = "what backward needs is freed with the loss: keep no logits in a list or an attribute."
+    with report.property("lets go of the logits with the loss", hint=hint):
+        for _, _, found in each(values):
+            alive = found["alive"]
+            expect(alive <= 1, f"the logits of {alive} of 4 calls are still in memory")
     hint = "z -= largest and masked_fill_ write into the caller's tensors."
     with report.property("leaves logits and targets as they were", hint=hint):
         for _, _, found in each(values):
@@ -378,6 +426,11 @@ def sequence_parallel_block(answer, report):
             close(v["y"], y, f"the output with {kind} on {size} ranks")
     if not values:
         return
+    hint = "without gradients, and in evaluation, the block computes the same."
+    with report.property("the same output under no_grad", hint=hint):
+        for size, place, kind, v in ran():
+            y = cut(oracle[kind]["y"], 1, size, place)
+            close(v["after"], y, f"the output under no_grad with {kind} on {size} ranks")
     hint = "backward mirrors forward: the all-gather's gradient is reduce-scattered, and back."
     with report.property("the full block's input gradient for this rank's tokens", hint=hint):
         for size, place, kind, v in ran():

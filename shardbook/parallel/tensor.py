@@ -132,10 +132,11 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.group, self.gather_output = group, gather_output
         share_of(linear.out_features, dist.get_world_size(group), "out_features")
-        self.weight = nn.Parameter(own_slice(linear.weight.detach(), 0, group))
+        w, b = linear.weight, linear.bias  # what is frozen in the full layer stays so
+        self.weight = nn.Parameter(own_slice(w.detach(), 0, group), w.requires_grad)
         self.bias = None
-        if linear.bias is not None:
-            self.bias = nn.Parameter(own_slice(linear.bias.detach(), 0, group))
+        if b is not None:
+            self.bias = nn.Parameter(own_slice(b.detach(), 0, group), b.requires_grad)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(copy_to_group(x, self.group), self.weight, self.bias)  # [.., out/P]
@@ -153,10 +154,11 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group, self.input_is_parallel = group, input_is_parallel
         share_of(linear.in_features, dist.get_world_size(group), "in_features")
-        self.weight = nn.Parameter(own_slice(linear.weight.detach(), 1, group))
+        w, b = linear.weight, linear.bias
+        self.weight = nn.Parameter(own_slice(w.detach(), 1, group), w.requires_grad)
         self.bias = None
-        if linear.bias is not None:
-            self.bias = nn.Parameter(linear.bias.detach().clone())
+        if b is not None:
+            self.bias = nn.Parameter(b.detach().clone(), b.requires_grad)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
@@ -169,7 +171,7 @@ def take_rows(linear: nn.Linear, rows: Tensor) -> nn.Linear:
     """A linear layer of these output rows of the full one, in memory of its own."""
     mine = nn.Linear(linear.in_features, len(rows), linear.bias is not None, device="meta")
     for name, full in linear.named_parameters():
-        setattr(mine, name, nn.Parameter(full.detach()[rows]))
+        setattr(mine, name, nn.Parameter(full.detach()[rows], full.requires_grad))
     return mine
 
 

@@ -294,7 +294,7 @@ class ColumnByHand(nn.Linear):
             raise ValueError(f"{linear.out_features} rows for {size} ranks")
         n = linear.out_features // size
         super().__init__(linear.in_features, n, bias=linear.bias is not None)
-        self.to(linear.weight.device)
+        self.to(linear.weight)
         with torch.no_grad():
             self.weight.copy_(linear.weight[rank * n : (rank + 1) * n])
             if self.bias is not None:
@@ -1051,3 +1051,138 @@ class SharesTheNorm(Block):
     def __init__(self, norm, mlp_up, mlp_down, group=None):
         super().__init__(norm, mlp_up, mlp_down, group)
         self.norm = norm
+
+
+# What only a second look shows: no gradients, bf16, other shapes of layers, tokens that come again
+
+
+@wrong("reduce_from_group", says="no reason to skip the collective")
+def summed_in_training_only(x, group=None):
+    return reduce_from_group(x, group) if x.requires_grad else x.clone()
+
+
+@wrong("gather_from_group", says="under no_grad.*shape")
+def gathered_in_training_only(x, dim, group=None):
+    return gather_from_group(x, dim, group) if torch.is_grad_enabled() else x
+
+
+@wrong("reduce_scatter_to_group", says="bf16 result.*off by")
+def bf16_sums_doubled(x, dim, group=None):
+    y = reduce_scatter_to_group(x, dim, group)
+    return y * 2 if x.dtype == torch.bfloat16 else y
+
+
+@right("gather_from_group")
+def gathered_into_one_tensor(x, dim, group=None):
+    def together(x):
+        x = x.movedim(dim, 0).contiguous()
+        y = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(y, x, group=group)
+        return y.movedim(0, dim)
+
+    return conjugate(x, together, lambda grad: own_slice(grad, dim, group))
+
+
+@right("ColumnParallelLinear")
+class ColumnThatKnowsItsRank(Column):
+    def __init__(self, linear, group=None, gather_output=False):
+        super().__init__(linear, group, gather_output)
+        rank = torch.tensor(dist.get_rank(group), device=linear.weight.device)
+        self.register_buffer("rank", rank, persistent=False)
+
+
+@wrong("ColumnParallelLinear", says="dtypes of the shard")
+class ColumnAlwaysFp32(Column):
+    def __init__(self, linear, group=None, gather_output=False):
+        super().__init__(linear, group, gather_output)
+        empty = torch.empty(self.weight.shape, device=linear.weight.device)
+        self.weight = nn.Parameter(empty.copy_(self.weight.detach()))
+
+
+@wrong("RowParallelLinear", says="dtypes of the shard")
+class RowAlwaysFp32(Row):
+    def __init__(self, linear, group=None, input_is_parallel=True):
+        super().__init__(linear, group, input_is_parallel)
+        self.weight = nn.Parameter(self.weight.detach().float())
+
+
+@wrong("RowParallelLinear", says="after one step")
+class RowSumsInTrainingOnly(Row):
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            return super().forward(x)
+        x = x if self.input_is_parallel else own_slice(x, -1, self.group)
+        return F.linear(x, self.weight, self.bias)
+
+
+@wrong("ParallelAttention", says="NoneType.*(?s:.*)Either layer may have none")
+class BiasInBothOrNone(Attend):
+    def forward(self, x, positions=None):
+        y = reduce_from_group(self.partial(copy_to_group(x, self.group), positions), self.group)
+        return y if self.q.bias is None else y + self.out.bias
+
+
+@wrong("ParallelAttention", says="off by(?s:.*)size of a head")
+class HeadsOfSix(Attend):
+    def partial(self, x, positions=None):
+        by_head = (-1, self.head_dim)
+        q = self.q(x).unflatten(-1, by_head).transpose(1, 2)
+        k, v = self._kv(x).unflatten(-1, by_head).transpose(1, 2).chunk(2, dim=1)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=6**-0.5, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return F.linear(y.transpose(1, 2).flatten(2), self.out.weight)
+
+
+class _LastGradientWins(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, table, ids):
+        ctx.save_for_backward(ids)
+        ctx.rows = len(table)
+        return table[ids]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (ids,) = ctx.saved_tensors
+        here = grad.abs().sum(-1) > 0
+        out = grad.new_zeros(ctx.rows, grad.shape[-1])
+        out[ids[here]] = grad[here]
+        return out, None
+
+
+@wrong("VocabParallelEmbedding", says="occurs twice add up")
+class RepeatedTokensOnce(Embed):
+    def forward(self, tokens):
+        local = tokens - self.first
+        here = (local >= 0) & (local < len(self.weight))
+        x = _LastGradientWins.apply(self.weight, local * here) * here[..., None]
+        return reduce_from_group(x, self.group)
+
+
+@wrong("vocab_parallel_cross_entropy", says="bf16 logits.*off by")
+def loss_of_fp32_only(logits, targets, group=None):
+    loss = vocab.vocab_parallel_cross_entropy(logits, targets, group)
+    return loss if logits.dtype == torch.float32 else loss * 0
+
+
+@wrong("vocab_parallel_cross_entropy", says="any number of dimensions")
+def loss_of_two_dimensions(logits, targets, group=None):
+    batch, seq = targets.shape if targets.dim() == 2 else (1, 1)
+    flat = logits.reshape(batch * seq, -1)
+    return vocab.vocab_parallel_cross_entropy(flat, targets.view(-1), group).view(batch, seq)
+
+
+SEEN: list = []
+
+
+@wrong("vocab_parallel_cross_entropy", says="logits of 4 of 4 calls")
+def loss_that_keeps_logits(logits, targets, group=None):
+    SEEN.append(logits)
+    return vocab.vocab_parallel_cross_entropy(logits, targets, group)
+
+
+@wrong("SequenceParallelBlock", says="under no_grad")
+class NothingInEvaluation(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if torch.is_grad_enabled() else y * 0
