@@ -100,11 +100,11 @@ class Report:
             self.properties.append(Property(name, True))
 
     def _follows(self, error: BaseException) -> bool:
-        """The check itself lacks a variable, which a property that failed would have set."""
+        """The check itself lacks a variable or an entry that a failed property would have set."""
         frame = [f for f, _ in traceback.walk_tb(error.__traceback__)][-1]
         ours = frame.f_globals.get("__name__", "").startswith("shardbook.checks.")
         failed = any(not p.ok for p in self.properties)
-        return failed and ours and isinstance(error, UnboundLocalError)
+        return failed and ours and isinstance(error, (UnboundLocalError, KeyError))
 
     def ranks(self, fn: Callable, world_size: int, *args, **kwargs) -> list:
         """``fn(*args, **kwargs)`` on real ranks; the values by rank. A failing rank is a Wrong."""
