@@ -184,14 +184,15 @@ def _scale(expert: int) -> float:
 PLAIN = [(torch.float32, K), (torch.bfloat16, K), (torch.float32, 1), (torch.float32, 3)]
 
 
-def _plain_out(dispatch, rank: int, group, skew: bool) -> list:
-    """(dtype, k, counts, rows) without gradients: as they go in evaluation."""
+@torch.no_grad()
+def _plain_out(dispatch) -> list:
+    """(size, rank, dtype, k, counts, rows) without gradients: as they go in evaluation."""
     found = []
-    for dtype, k in PLAIN:
-        x = _tokens(rank).to(device(), dtype)
-        with torch.no_grad():
-            rows, state = dispatch(x, _choices(rank, skew, k).to(device()), E, group)
-        found.append((dtype, k, [int(c) for c in state.counts], rows.cpu()))
+    for size, group, rank in last_ranks():
+        for dtype, k in PLAIN:
+            x = _tokens(rank).to(device(), dtype)
+            rows, state = dispatch(x, _choices(rank, False, k).to(device()), E, group)
+            found.append((size, rank, dtype, k, [int(c) for c in state.counts], rows.cpu()))
     return found
 
 
@@ -213,8 +214,7 @@ def _out(dispatch, skew: bool):
             scaled.backward()
         dx = torch.zeros_like(x) if x.grad is None else x.grad
         kept = torch.equal(before, experts)
-        plain = _plain_out(dispatch, rank, group, skew)
-        found = (counts, received.detach().cpu(), dx.cpu(), plain, log, list(back), kept)
+        found = (counts, received.detach().cpu(), dx.cpu(), log, list(back), kept)
         results.append((size, rank, *found))
     return results
 
@@ -241,21 +241,21 @@ def _and_home(combine, dispatch, skew: bool):
         with calls.record() as back:
             grads = torch.autograd.grad(pulled, (x, weights), allow_unused=True)
         out = [None if t is None else t.detach().cpu() for t in (y, *grads)]
-        plain = _plain_home(combine, dispatch, size, rank, group, skew)
-        results.append((size, rank, out, plain, log, list(back)))
+        results.append((size, rank, out, log, list(back)))
     return results
 
 
-def _plain_home(combine, dispatch, size: int, rank: int, group, skew: bool) -> list:
-    """(dtype, k, y) without gradients."""
+@torch.no_grad()
+def _plain_home(combine, dispatch) -> list:
+    """(size, rank, dtype, k, y) without gradients."""
     found = []
-    for dtype, k in PLAIN:
-        x = _tokens(rank).to(device(), dtype)
-        with torch.no_grad():
-            rows, state = dispatch(x, _choices(rank, skew, k).to(device()), E, group)
+    for size, group, rank in last_ranks():
+        for dtype, k in PLAIN:
+            x = _tokens(rank).to(device(), dtype)
+            rows, state = dispatch(x, _choices(rank, False, k).to(device()), E, group)
             outputs = rows * _factors([int(c) for c in state.counts], size, rank).to(dtype)
             weights = random(TOKENS[rank], k, seed=30 + rank).to(device(), dtype)
-            found.append((dtype, k, combine(outputs, weights, state, group).cpu()))
+            found.append((size, rank, dtype, k, combine(outputs, weights, state, group).cpu()))
     return found
 
 
@@ -304,21 +304,19 @@ def _named(dtype: torch.dtype, k: int, where: str) -> str:
     return f"{where}, {str(dtype).removeprefix('torch.')}, {k} choices, without gradients"
 
 
-def _judge_plain_arrivals(values, skew: bool) -> None:
+def _judge_plain_arrivals(values) -> None:
     for results in values:
-        for size, rank, *_, plain, _, _, _ in results:
-            for dtype, k, counts, rows in plain:
-                want = [w.to(dtype) for w in _arrivals(size, rank, skew, k)]
-                _judge_rows(counts, rows, want, _named(dtype, k, f"rank {rank} of {size}"))
+        for size, rank, dtype, k, counts, rows in results:
+            want = [w.to(dtype) for w in _arrivals(size, rank, False, k)]
+            _judge_rows(counts, rows, want, _named(dtype, k, f"rank {rank} of {size}"))
 
 
-def _judge_plain_home(values, skew: bool) -> None:
+def _judge_plain_home(values) -> None:
     for results in values:
-        for size, rank, _, plain, *_ in results:
-            for dtype, k, y in plain:
-                what = "y on " + _named(dtype, k, f"rank {rank} of {size}")
-                rough = 0.05 if dtype == torch.bfloat16 else 1e-5
-                close(y, _home(rank, skew, k)[0].to(dtype), what, rough)
+        for size, rank, dtype, k, y in results:
+            what = "y on " + _named(dtype, k, f"rank {rank} of {size}")
+            rough = 0.05 if dtype == torch.bfloat16 else 1e-5
+            close(y, _home(rank, False, k)[0].to(dtype), what, rough)
 
 
 def _judge_arrivals(values, skew: bool) -> None:
@@ -377,7 +375,7 @@ def dispatch(answer, report):
         hint="experts.shape[1] is k; a buffer takes the dtype of the tokens; evaluation runs under "
         "no_grad and needs the same rows",
     ):
-        _judge_plain_arrivals(values, False)
+        _judge_plain_arrivals(report.ranks(_plain_out, 4, answer))
     with report.property(
         "also where all tokens go to one rank, and others get none",
         hint="all-to-all takes empty pieces; the shapes must still be right",
@@ -435,7 +433,7 @@ def combine(answer, report):
         "the same without gradients, in bf16, and for 1 and 3 choices a token",
         hint="weights.shape[1] is k; y has the dtype of the rows",
     ):
-        _judge_plain_home(values, False)
+        _judge_plain_home(report.ranks(_plain_home, 4, answer, other))
     with report.property(
         "also where all tokens go to one rank",
         hint="the rank that computes most sends most rows back",
@@ -501,7 +499,6 @@ def _layer(answer, skew: bool):
     results = []
     for size, group, rank in last_ranks():
         parts = _Parts(skew).to(device())
-        again = _again(answer, rank, group, skew)
         seen: list[int] = []  # rows that the experts compute
         for expert in parts.experts:
             expert.register_forward_hook(lambda m, args, y, seen=seen: seen.append(len(args[0])))
@@ -526,22 +523,25 @@ def _layer(answer, skew: bool):
             router = [torch.zeros(E, D), torch.zeros(E)]
         others = [g for n, g in grads.items() if "router" not in n]
         found = (y.detach().cpu(), x.grad.detach().cpu(), router, others)
-        results.append((size, rank, *found, again, work, in_memory, count, alive))
+        results.append((size, rank, *found, work, in_memory, count, alive))
     return results
 
 
-def _again(answer, rank: int, group, skew: bool) -> tuple:
-    """What one layer gives without gradients, call after call, and whether it keeps the calls."""
-    parts, found, given = _Parts(skew).to(device()), [], []
-    layers = [answer(parts.router, list(parts.experts), k, group) for k in (K, 1, 3)]
-    for k, layer in zip((K, 1, 3), layers, strict=True):
-        for seed in (10, 70):  # the second call brings other tokens
-            x = random(TOKENS[rank], D, seed=seed + rank).to(device())
-            given.append(weakref.ref(x))
-            with torch.no_grad():
+@torch.no_grad()
+def _again(answer) -> list:
+    """What a layer gives without gradients, call after call, and how many calls it keeps."""
+    results = []
+    for size, group, rank in last_ranks():
+        parts, found, given = _Parts(False).to(device()), [], []
+        layers = [answer(parts.router, list(parts.experts), k, group) for k in (K, 1, 3)]
+        for k, layer in zip((K, 1, 3), layers, strict=True):
+            for seed in (10, 70):  # the second call brings other tokens
+                x = random(TOKENS[rank], D, seed=seed + rank).to(device())
+                given.append(weakref.ref(x))
                 found.append((k, seed, layer(x).cpu()))
-    del x
-    return found, _alive(given)
+        del x
+        results.append((size, rank, found, _alive(given)))
+    return results
 
 
 def _held_rows(size: int, skew: bool) -> list[list[int]]:
@@ -553,10 +553,10 @@ def _held_rows(size: int, skew: bool) -> list[list[int]]:
     return sent.view(size, -1).tolist()
 
 
-def _judge_again(values, skew: bool) -> None:
-    parts = _Parts(skew).double()
+def _judge_again(values) -> None:
+    parts = _Parts(False).double()
     for results in values:
-        for size, rank, *_, (found, alive), _, _, _, _ in results:
+        for size, rank, found, alive in results:
             where = f"rank {rank} of {size}"
             for k, seed, y in found:
                 want = _dense(parts, random(TOKENS[rank], D, seed=seed + rank).double(), k)
@@ -638,7 +638,7 @@ def expert_parallel_moe(answer, report):
         hint="route every call anew, by the k that was given, and keep nothing of a call: "
         "evaluation under no_grad takes the same way as training",
     ):
-        _judge_again(values, False)
+        _judge_again(report.ranks(_again, 4, answer))
     with report.property(
         "also where two experts get every token and most ranks get none",
         hint="a rank without tokens still takes part in every all-to-all, forward and backward",
