@@ -133,16 +133,19 @@ def _rows(q, keys, values, lengths, offsets):
 def cached_attention(answer, report):
     """New queries, old keys."""
 
-    def judge(heads: int, new: int, total: int, lengths, offset, what: str) -> None:
-        q = random(B, heads, new, D, seed=3)
-        keys, values = (random(B, HKV, total, D, seed=s) for s in (4, 5))
+    def judge(
+        heads: int, new: int, total: int, lengths, offset, what: str,
+        kv: int = HKV, d: int = D, dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        q = random(B, heads, new, d, seed=3, dtype=dtype)
+        keys, values = (random(B, kv, total, d, seed=s, dtype=dtype) for s in (4, 5))
         offsets = offset if isinstance(offset, list) else [offset] * B
         want = _rows(q, keys, values, lengths, offsets)
         given = torch.tensor(offset).to(device()) if isinstance(offset, list) else offset
         args = [t.to(device()) for t in (q, keys, values, torch.tensor(lengths))]
         with unchanged("cached_attention", *args):
             got = answer(*args, given)
-        close(got, want, what)
+        close(got, want.to(dtype), what, 1e-5 if dtype == torch.float32 else 5e-2)
 
     with report.property(
         "one new token sees every key so far",
@@ -150,6 +153,7 @@ def cached_attention(answer, report):
     ):
         judge(2, 1, 9, [9] * B, 8, "one query, 9 keys")
         judge(2, 1, 1, [1] * B, 0, "one query, one key")
+        judge(2, 1, 9, [9] * B, 8, "one query, 9 keys in bf16", dtype=torch.bfloat16)
     with report.property(
         "new tokens are causal among themselves",
         hint="query i stands at position offset + i and sees keys up to it",
@@ -161,6 +165,7 @@ def cached_attention(answer, report):
         hint="neighbouring query heads share a kv head",
     ):
         judge(6, 3, 8, [8] * B, 5, "6 heads on 2 kv heads")
+        judge(6, 3, 8, [8] * B, 5, "6 heads of 8 channels on 3 kv heads", kv=3, d=8)
     with report.property(
         "every row has its own length and its own position",
         hint="one position for all rows lets short rows see keys that are not theirs",

@@ -242,6 +242,16 @@ wrong("cached_attention", says="off by")(_attend("unscaled", scale=False))
 wrong("cached_attention", says="valid new tokens")(_attend("ignores_lengths", mask_length=False))
 
 
+@wrong("cached_attention", says="in bf16 is torch.float32")
+def answers_in_fp32(q, keys, values, lengths, offset):
+    return _attend("a")(q.float(), keys.float(), values.float(), lengths, offset)
+
+
+@wrong("cached_attention", says="3 kv heads is off by")
+def scaled_for_one_head_size(q, keys, values, lengths, offset):
+    return _attend("a", scale=False)(q * 5**-0.5, keys, values, lengths, offset)
+
+
 @wrong("cached_attention", says="sees no key.*off by")
 def softmax_over_nothing(q, keys, values, lengths, offset):
     empty = (lengths == 0)[:, None, None, None]
