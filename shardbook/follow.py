@@ -108,7 +108,7 @@ def _death(code: int | None) -> str:
             name = signal.Signals(-code).name
             more = " (os.abort, or a failed assertion in C++)" if name == "SIGABRT" else ""
             return f"was killed by {name}{more}"
-    return f"left its process with exit code {code}"
+    return f"ended with exit code {code}"
 
 
 def _stacks(processes: list, ranks: list, folder: str) -> dict[int, str]:

@@ -210,7 +210,7 @@ FAULTS = [  # function, ranks, seconds allowed for the run, what the message say
     (all_raise, 4, 60, rf"^ranks 0-3 raised KeyError: 'gone' {LINE}", False),
     (raises_what_cannot_be_pickled, 2, 60, rf"^ranks 0-1 raised Odd: 1 and 2 {LINE}", False),
     (calls_sys_exit, 2, 60, rf"^rank 1 called sys.exit\(3\) {LINE}", False),
-    (calls_os_exit, 2, 60, rf"^rank 1 left its process with exit code 0\n"
+    (calls_os_exit, 2, 60, rf"^rank 1 ended with exit code 0\n"
      rf"  rank 0: waiting in barrier #1 {LINE}$", False),
     (aborts, 4, 60, r"^rank 3 was killed by SIGABRT", False),
     (is_killed, 4, 60, rf"^rank 0 was killed by SIGKILL\n"
