@@ -351,8 +351,8 @@ def test_pace_counts_what_was_computed_before():
     first, second = sorted(paced_timeline(traced), key=lambda op: op[5])
     assert [first[1], second[1]] == ["F", "B"]
     for op in (first, second):
-        assert op[4] == pytest.approx(0, abs=0.1), "the kernel began where `since` says"
-        assert 49.9 <= op[5] <= spent + 0.1
+        assert op[4] == pytest.approx(0, abs=1.0), "the kernel began where `since` says"
+        assert 49.0 <= op[5] <= spent + 1.0  # a busy machine may come between two readings
 
 
 # ---- stages and pictures

@@ -421,9 +421,18 @@ def pace(ms: float, name: str = "kernel", since: int | None = None, late: int = 
     end = max(now, start - late + round(ms * 1e6))
     time.sleep((end - now) / 1e9)
     args = {"time": f"paced: sleeps {ms:g} ms", "kernel ms": (end - start + late) / 1e6}
-    offset = _now() - time.perf_counter_ns()  # between the trace's clock and this one
+    offset = _clock_offset()
     _note(f"{name} (paced)", start + offset, "paced", args, end + offset)
     return end
+
+
+def _clock_offset() -> int:
+    """The trace's clock less time.perf_counter_ns(), in ns, of the least interrupted of three."""
+    readings = []
+    for _ in range(3):
+        before, now, after = time.perf_counter_ns(), _now(), time.perf_counter_ns()
+        readings.append((after - before, now - (before + after) // 2))
+    return min(readings)[1]
 
 
 def label(**coordinates: int) -> None:
