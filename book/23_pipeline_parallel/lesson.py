@@ -179,8 +179,8 @@ print(f"closed form: {predicted:.3f}; with {message:.1f} ms a message: {slower:.
 # receiver's wakes up and begins. The simulation can be told how long that takes. A virtual machine
 # makes messages slow: what has slept for 100 ms finds the caches cold. Tests of this book take the
 # best of up to four runs with kernels of 100 to 400 ms, and hold the bubble to within 5 % of the
-# closed form with the messages' time in it; where few messages wait for each other (4 micro-batches)
-# to within 5 % of the closed form itself. One run on a busy machine is farther away.
+# closed form or, where messages are slow, of the closed form with their time in it. One run on a
+# busy machine is farther away.
 #
 # A large m makes the bubble small. Three things limit it: the batch has an end; small micro-batches
 # make small, inefficient matrix products; and memory.
