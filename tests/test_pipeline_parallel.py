@@ -147,7 +147,10 @@ def measured_bubbles(schedule):
     "name, m", [("GPipe", 4), ("1F1B", 4), ("GPipe", 8), ("1F1B", 8), ("Interleaved1F1B", 8)]
 )
 def test_measured_bubble_is_the_closed_form(name, m):
-    """Within 5 % of it, or where the machine's messages are slow of it with their time in it."""
+    """Within 5 % of it, or where the machine's messages are slow of it with their time in it.
+
+    Skipped, with the numbers, where they are too slow beside every kernel to measure a bubble.
+    """
     schedule, runs = OURS[name](4, m), []
     plain = simulate(schedule)["bubble"]
     for forward, bubble, message in measured_bubbles(schedule):
