@@ -255,19 +255,23 @@ def test_steps_equal_one_process_and_pytorchs(p, cases):
             assert sent == boundaries * 4 * 2 * 16 * 64 * 4, case
 
 
-def frozen_start():
+def frozen_start(interleaved):
     rank, p = dist.get_rank(), dist.get_world_size()
     part = split_lm(tiny_lm(), p)[rank].to(sb.device()).requires_grad_(rank > 0)
     tokens, targets = (t.to(sb.device()).split(2) for t in counting_batch(0, **BATCH))
-    run_pipeline(part, one_f_one_b(p, 4), tokens, targets, token_loss)
+    if interleaved:
+        run_interleaved([part], one_f_one_b(p, 4), tokens, targets, token_loss)
+    else:
+        run_pipeline(part, one_f_one_b(p, 4), tokens, targets, token_loss)
     return [None if q.grad is None else q.grad.cpu() for q in part.parameters()]
 
 
-def test_the_first_stage_may_be_frozen():
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_first_stage_may_be_frozen(interleaved):
     model = tiny_lm()
     tokens, targets = counting_batch(0, **BATCH)
     token_loss(model(tokens), targets).backward()
-    first, second = sb.run(frozen_start, world_size=2).values
+    first, second = sb.run(frozen_start, interleaved, world_size=2).values
     assert all(g is None for g in first)
     for got, q in zip(second, split_lm(model, 2)[1].parameters(), strict=True):
         assert torch.allclose(got, q.grad, atol=1e-5)  # sums in another order

@@ -8,7 +8,7 @@
 # - compare your diffusion transformer and your sampler with those of diffusers,
 # - make it a video model: tokens over frames, rows and columns, RoPE-3D, trained on two ranks.
 #
-# Time: 90 minutes to read, of which the cells take three; 90 minutes for the lab. Chapter 12
+# Time: 90 minutes to read, of which the cells take two; 90 minutes for the lab. Chapter 12
 # has the trace, chapter 21 data parallelism.
 
 # %%
@@ -326,12 +326,14 @@ def learn(latents, labels, steps):
     def report(step, loss):
         print(f"{kind} step {step:4}: loss {loss:.3f}", flush=True)
 
-    average, losses = train(new_dit(kind).to(where), batch_loss, steps, report=report, every=300)
+    average, losses = train(
+        new_dit(kind).to(where), batch_loss, steps, lr=6e-3, report=report, every=175
+    )
     return {name: value.cpu() for name, value in average.state_dict().items()}, losses
 
 
 # %% tags=["nbval-ignore-output"]
-run = sb.run(learn, latents.cpu(), labels.cpu(), 1200, world_size=2, timeout=1800)
+run = sb.run(learn, latents.cpu(), labels.cpu(), 700, world_size=2, timeout=1800)
 (flow_weights, flow_losses), (ddpm_weights, ddpm_losses) = run.values
 
 
@@ -702,7 +704,7 @@ def progress(step, loss):
     print(f"step {step:4}: loss {loss:.3f}", flush=True)
 
 
-run = sb.run(video.learn, 1200, report=progress, world_size=2, timeout=1800)
+run = sb.run(video.learn, 700, report=progress, world_size=2, timeout=1800)
 video_weights, other_rank = run.values[0][0], run.values[1][0]
 
 # %%

@@ -530,7 +530,7 @@ def progress(step, loss):
     print(f"step {step:4}: loss {loss:.3f}", flush=True)
 
 
-run = sb.run(video.learn, 1200, report=progress, world_size=2, timeout=1800)
+run = sb.run(video.learn, 700, report=progress, world_size=2, timeout=1800)
 reference = run.values[0][0]
 
 # %% [markdown]
@@ -556,10 +556,10 @@ print(f"{len(wins.unique())} winners and {len(losers.unique())} losers in {len(w
 
 # %% [markdown]
 # Two ranks, two runs that don't talk to each other: rank 0 with a careful learning rate, rank 1 with
-# five times that. The same pairs, the same noise, 120 steps of 16 pairs.
+# ten times that. The same pairs, the same noise, 120 steps of 16 pairs.
 
 # %%
-RATES = {"DPO": 2e-4, "DPO, rate x 5": 1e-3}
+RATES = {"DPO": 3e-4, "DPO, rate x 10": 3e-3}
 
 
 def preferring(weights, wins, losers):
@@ -625,7 +625,7 @@ print(
 )
 print("     labels obeyed, at least 85 %:            ", careful["obeys"] >= 0.85)
 print("     drift below 0.4:                         ", careful["drift"] < 0.4)
-print("rate x 5: to the right even more often:       ", hasty["prefers"] > careful["prefers"])
+print("rate x 10: to the right even more often:      ", hasty["prefers"] > careful["prefers"])
 print("     labels obeyed, at least 85 %:            ", hasty["obeys"] >= 0.85)
 print("     asked elsewhere, to the right all the same:", hasty["astray"] > 0.3)
 print("     drift more than double:                  ", hasty["drift"] > 2 * careful["drift"])

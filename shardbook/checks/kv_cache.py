@@ -62,9 +62,9 @@ def kv_cache(answer, report):
         same(lengths.tolist(), [2, 6, 4], "the tensor that truncate was given, after an append")
         for row, length in enumerate((2, 6, 4)):
             want = torch.cat([k[row, :, :length], k[row, :, 8:10]], dim=1).cpu()
-            close(keys[row, :, : length + 2], want, f"the keys of row {row}", 0.0)
+            close(keys[row, :, : length + 2], want, f"the cached k of row {row}", 0.0)
             want = torch.cat([v[row, :, :length], v[row, :, 8:10]], dim=1).cpu()
-            close(values[row, :, : length + 2], want, f"the values of row {row}", 0.0)
+            close(values[row, :, : length + 2], want, f"the cached v of row {row}", 0.0)
     with report.property(
         "ValueError past max_len, and nothing is lost by it",
         hint="look before you write; exactly max_len tokens fit",

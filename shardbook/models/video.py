@@ -81,7 +81,7 @@ def learn(
         return flow_matching_loss(model, x, y, noise, t)
 
     average, losses = train(
-        video_dit().to(where), batch_loss, steps, lr=4e-3, warmup=50, ema=0.99, seed=rank,
+        video_dit().to(where), batch_loss, steps, lr=1e-2, warmup=50, ema=0.99, seed=rank,
         report=report if rank == 0 else None, group=dist.group.WORLD,
     )  # fmt: skip
     return {name: value.cpu() for name, value in average.state_dict().items()}, losses

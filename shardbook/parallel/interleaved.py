@@ -65,7 +65,8 @@ def run_interleaved(
         else:
             grad = None if block == last else take("B", i, block).detach()
             x, y = live.pop((i, chunk))
-            y.backward(grad)
+            if y.requires_grad:  # not where everything up to here is frozen
+                y.backward(grad)
             if block > 0:
                 hand_over("B", i, block - 1, x.grad)
         del x, y
