@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..parallel.data import average_gradients_
+
 
 def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     """What build() makes with this seed, the random state of the caller left alone."""
@@ -20,17 +22,6 @@ def cosine(step: int, steps: int, warmup: int, floor: float = 0.02) -> float:
     """The factor of the learning rate: up over `warmup` steps, down to `floor` along a cosine."""
     down = 0.5 * (1 + math.cos(math.pi * step / steps))
     return min(1.0, (step + 1) / max(warmup, 1)) * (floor + (1 - floor) * down)
-
-
-@torch.no_grad()
-def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Data parallelism in one all-reduce: every gradient becomes its mean over the group."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([g.flatten() for g in grads])
-    dist.all_reduce(flat, group=group)
-    flat /= dist.get_world_size(group)
-    for g, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-        g.copy_(mean.view_as(g))
 
 
 def train(
@@ -57,7 +48,7 @@ def train(
         optimizer.zero_grad()
         loss.backward()
         if group is not None:
-            average_gradients(model, group)
+            average_gradients_(model, group)
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         schedule.step()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..models.tiny import causal_attention
 from .context import shard_positions
+from .data import average_gradients_
 from .ring import Group, ring_attention, zigzag_ring_attention
 from .ulysses import ulysses_attention
 
@@ -60,9 +61,11 @@ def context_parallel_step(
     logits = model(tokens[:, held].to(device), held.to(device))  # [B, S/P, V]
     mine = targets[:, held].to(device).flatten()
     loss = F.cross_entropy(logits.flatten(0, 1), mine, reduction="sum") / (targets != -100).sum()
-    loss.backward()
     total = loss.detach().clone()
-    if kind != "whole":
-        for x in [total, *(p.grad for p in model.parameters())]:
-            dist.all_reduce(x, group=group)
+    if kind == "whole":
+        loss.backward()
+        return total.item()
+    (dist.get_world_size(group) * loss).backward()  # so that the ranks' mean is their sum
+    average_gradients_(model, group)
+    dist.all_reduce(total, group=group)
     return total.item()
