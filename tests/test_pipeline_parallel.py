@@ -1,6 +1,8 @@
 """Pipelines beyond the checks: PyTorch's own orders and schedules, bubbles kept by a clock."""
 
 import itertools
+import subprocess
+import sys
 import time
 
 import pytest
@@ -127,41 +129,53 @@ def paced_step(schedule, forward):
     run_interleaved(stages, schedule, tokens, targets, token_loss)
 
 
-def measured_bubbles(schedule):
-    """(kernel ms, bubble, message ms) of runs with longer and longer kernels."""
-    for forward in (
-        100,
-        200,
-        400,
-        400,
-    ):  # a message takes about the same time beside longer kernels
-        run = sb.run(paced_step, schedule, forward, trace=True)
-        timeline = paced_timeline(run.trace)
-        orders = [[op[1:4] for op in timeline if op[0] == rank] for rank in range(4)]
-        assert orders == schedule, "each rank ran its schedule, in order"
-        yield forward, idle_share(timeline), message_time(timeline)
+@pytest.fixture(scope="module")
+def warm_machine():
+    """What the ranks run is kept in the caches by two others: see warm_pipeline.py."""
+    process = subprocess.Popen([sys.executable, "-m", "tests.warm_pipeline"])
+    time.sleep(3)
+    yield
+    assert process.poll() is None, "it ended by itself"
+    process.terminate()
+    process.wait(30)
+
+
+def measured_bubble(schedule, forward):
+    """(bubble, ms a message takes) of one run with kernels of `forward` and twice that, in ms."""
+    run = sb.run(paced_step, schedule, forward, trace=True)
+    timeline = paced_timeline(run.trace)
+    orders = [[op[1:4] for op in timeline if op[0] == rank] for rank in range(4)]
+    assert orders == schedule, "each rank ran its schedule, in order"
+    return idle_share(timeline), message_time(timeline)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
     "name, m", [("GPipe", 4), ("1F1B", 4), ("GPipe", 8), ("1F1B", 8), ("Interleaved1F1B", 8)]
 )
-def test_measured_bubble_is_the_closed_form(name, m):
-    """Within 5 % of it, or where the machine's messages are slow of it with their time in it.
+def test_measured_bubble_is_the_closed_form(name, m, warm_machine):
+    """Within 5 %, in one of three runs whose kernels grow: a message takes the same beside them.
 
-    Skipped, with the numbers, where they are too slow beside every kernel to measure a bubble.
+    Skipped, with the numbers, where the median time of a message alone makes half of that.
     """
     schedule, runs = OURS[name](4, m), []
     plain = simulate(schedule)["bubble"]
-    for forward, bubble, message in measured_bubbles(schedule):
+    assert plain == pytest.approx(bubble_fraction(4, m, 2 if name == "Interleaved1F1B" else 1))
+    for forward in (200, 400, 400):
+        bubble, message = measured_bubble(schedule, forward)
         assert bubble > 0.99 * plain, "no run can beat the closed form"
-        with_messages = simulate(schedule, forward, 2 * forward, send=message)["bubble"]
-        runs.append((forward, bubble, with_messages, message))
-        if bubble <= 1.05 * plain or bubble == pytest.approx(with_messages, rel=0.05):
+        if bubble <= 1.05 * plain:
             return
-    if all(message > forward / 20 for forward, _, _, message in runs):
-        pytest.skip(f"messages take a twentieth of a kernel and more on this machine: {runs}")
-    pytest.fail(f"closed form {plain}; (kernel ms, bubble, with messages, message ms): {runs}")
+        messages = simulate(schedule, forward, 2 * forward, send=message)["bubble"]
+        runs.append(
+            f"{bubble:.3f} with kernels of {forward} ms, {messages:.3f} of it by messages "
+            f"of {message:.1f} ms"
+        )
+        slow = messages > 1.025 * plain
+    found = f"{name}, closed form {plain:.3f}, measured {'; '.join(runs)}"
+    if slow:
+        pytest.skip(f"this machine's messages are too slow to measure a bubble: {found}")
+    pytest.fail(found)
 
 
 def test_message_time_is_the_latency_that_was_played():

@@ -165,17 +165,17 @@ plt.show()
 #
 # These move tensors for you. `send_activation(y, peer, group, sent)` starts sending shape and value
 # and appends to `sent` what has to be waited for; `recv_activation(peer, group)` gives a leaf that
-# will collect its gradient. `_send` and `_recv(into, peer, group)` move a tensor whose shape the
-# other side knows; `_room(y)` makes a place for y's gradient. `_Inbox` takes messages in the order in which the *neighbour* sends and hands
-# them out in the order in which you need them.
+# will collect its gradient. `send` and `recv(into, peer, group)` move a tensor whose shape the
+# other side knows; `room(y)` makes a place for y's gradient. `Inbox` takes messages in the order in
+# which the *neighbour* sends and hands them out in the order in which you need them.
 
 # %%
 from shardbook.parallel.pipeline import (
-    _Inbox,  # _Inbox(schedule, peer, kind, receive): .take(i) is the message of micro-batch i
-    _recv,
-    _room,  # contiguous, as recv needs it, even if y is a transposed view
-    _send,
+    Inbox,  # Inbox(schedule, peer, kind, receive): .take(i) is the message of micro-batch i
+    recv,
     recv_activation,
+    room,  # contiguous, as recv needs it, even if y is a transposed view
+    send,
     send_activation,
 )
 

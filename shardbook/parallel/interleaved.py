@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .pipeline import recv_activation, send_activation
+from .pipeline import recv, recv_activation, room, send, send_activation
 from .schedules import Schedule
 
 
@@ -42,14 +42,20 @@ def run_interleaved(
     def take(kind: str, i: int, block: int) -> Tensor:
         source = (block - 1 if kind == "F" else block + 1) % p
         while (kind, i, block) not in box:
-            box[next(coming[source])] = recv_activation(source, group)
+            message = what, j, to = next(coming[source])
+            if what == "F":
+                box[message] = recv_activation(source, group)
+            else:  # as large as what it is the gradient of
+                box[message] = recv(room(live[j, to // p][1]), source, group)
         return box.pop((kind, i, block))
 
     def hand_over(kind: str, i: int, block: int, x: Tensor) -> None:
         if block % p == rank:  # one rank holds all blocks
             box[kind, i, block] = x.requires_grad_(kind == "F")
-        else:
+        elif kind == "F":
             send_activation(x, block % p, group, sent)
+        else:
+            send(x, block % p, group, sent)
 
     for kind, i, chunk in schedule[rank]:
         block = chunk * p + rank
@@ -63,7 +69,7 @@ def run_interleaved(
                 hand_over("F", i, block + 1, y.detach())
             live[i, chunk] = x, y
         else:
-            grad = None if block == last else take("B", i, block).detach()
+            grad = None if block == last else take("B", i, block)
             x, y = live.pop((i, chunk))
             if y.requires_grad:  # not where everything up to here is frozen
                 y.backward(grad)

@@ -38,8 +38,8 @@ def run_pipeline(
     sent: list[tuple[dist.Work, Tensor]] = []  # the tensors must outlive their transfer
     losses = []
     # Messages of a neighbour come in the order of ITS schedule; what is early waits in a box.
-    inputs = _Inbox(schedule, rank - 1, "F", lambda i: recv_activation(rank - 1, group))
-    grads = _Inbox(schedule, rank + 1, "B", lambda i: _recv(_room(live[i][1]), rank + 1, group))
+    inputs = Inbox(schedule, rank - 1, "F", lambda i: recv_activation(rank - 1, group))
+    grads = Inbox(schedule, rank + 1, "B", lambda i: recv(room(live[i][1]), rank + 1, group))
 
     for kind, i, _ in schedule[rank]:
         if kind == "F":
@@ -57,14 +57,14 @@ def run_pipeline(
             if y.requires_grad:  # not where everything up to here is frozen
                 y.backward(grad)
             if rank > 0:
-                _send(x.grad, rank - 1, group, sent)
+                send(x.grad, rank - 1, group, sent)
         del x, y  # or the graph would outlive its backward by one operation
     for work, _ in sent:
         work.wait()
     return torch.stack(losses).sum() if rank == last else None
 
 
-class _Inbox:
+class Inbox:
     """Receives from a neighbour in the order it sends, hands out in the order we need."""
 
     def __init__(self, schedule: Schedule, peer: int, kind: str, receive: Callable[[int], Tensor]):
@@ -81,31 +81,32 @@ class _Inbox:
 
 def send_activation(y: Tensor, peer: int, group, sent: list) -> None:
     """Its shape first, since the next stage can't know it, then the activation itself."""
-    header = torch.tensor([_DTYPES.index(y.dtype), y.dim(), *y.shape], dtype=torch.int64)
-    header = torch.nn.functional.pad(header, (0, _HEADER - len(header)))
-    _send(header.to(y.device), peer, group, sent)
-    _send(y, peer, group, sent)
+    header = [_DTYPES.index(y.dtype), y.dim(), *y.shape] + [0] * (_HEADER - 2 - y.dim())
+    send(torch.tensor(header, device=y.device), peer, group, sent)
+    send(y, peer, group, sent)
 
 
 def recv_activation(peer: int, group) -> Tensor:
     """The activation of the stage before, as a leaf that collects its gradient."""
-    header = _recv(torch.empty(_HEADER, dtype=torch.int64, device=device()), peer, group).tolist()
+    header = recv(torch.empty(_HEADER, dtype=torch.int64, device=device()), peer, group).tolist()
     shape = header[2 : 2 + header[1]]
     x = torch.empty(shape, dtype=_DTYPES[header[0]], device=device())
-    return _recv(x, peer, group).requires_grad_()
+    return recv(x, peer, group).requires_grad_()
 
 
-def _send(x: Tensor, peer: int, group, sent: list) -> None:
+def send(x: Tensor, peer: int, group, sent: list) -> None:
+    """Start to send x, and keep it with its transfer in `sent`."""
     x = x.contiguous()
     sent.append((dist.isend(x, group=group, group_dst=peer), x))
 
 
-def _room(y: Tensor) -> Tensor:
+def room(y: Tensor) -> Tensor:
     """Where y's gradient can arrive: contiguous, even if y is a transposed view."""
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
-def _recv(x: Tensor, peer: int, group) -> Tensor:
+def recv(x: Tensor, peer: int, group) -> Tensor:
+    """Fill x with what the peer sent."""
     dist.recv(x, group=group, group_src=peer)
     return x
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from shardbook.device import device
 from shardbook.parallel import pipeline, schedules
-from shardbook.parallel.pipeline import _recv, _room, _send, recv_activation, send_activation
+from shardbook.parallel.pipeline import recv, recv_activation, room, send, send_activation
 from tests.wrong_answers import right, wrong
 
 for name in ("gpipe", "one_f_one_b", "interleaved", "simulate", "bubble_fraction"):
@@ -343,7 +343,7 @@ def one_list_a_direction(stage, schedule, microbatches, targets, loss_fn, group=
             continue
         while rank < last and gs[i] is None:
             j = order_g.pop(0)
-            gs[j] = _recv(_room(ys[j]), rank + 1, group)
+            gs[j] = recv(room(ys[j]), rank + 1, group)
         if rank == last:
             loss = loss_fn(ys[i], targets[i])
             loss.backward(torch.full_like(loss, 1 / m))
@@ -352,7 +352,7 @@ def one_list_a_direction(stage, schedule, microbatches, targets, loss_fn, group=
         else:
             ys[i].backward(gs[i])
         if rank > 0:
-            _send(xs[i].grad, rank - 1, group, sent)
+            send(xs[i].grad, rank - 1, group, sent)
         xs[i] = ys[i] = None
     for work, _ in sent:
         work.wait()
@@ -364,7 +364,7 @@ def _variant(
     wipe=False,
     order=None,
     loss_everywhere=False,
-    room=_room,
+    room=room,
     load=lambda x: x,
     send=send_activation,
     receive=recv_activation,
@@ -378,9 +378,9 @@ def _variant(
             stage.zero_grad()
         live, sent, losses = {}, [], []
         schedule = [order(ops) for ops in schedule] if order else schedule
-        inputs = pipeline._Inbox(schedule, rank - 1, "F", lambda i: receive(rank - 1, group))
-        back = pipeline._Inbox(
-            schedule, rank + 1, "B", lambda i: _recv(room(live[i][1]), rank + 1, group)
+        inputs = pipeline.Inbox(schedule, rank - 1, "F", lambda i: receive(rank - 1, group))
+        back = pipeline.Inbox(
+            schedule, rank + 1, "B", lambda i: recv(room(live[i][1]), rank + 1, group)
         )
         for kind, i, _ in schedule[rank]:
             if kind == "F":
@@ -397,7 +397,7 @@ def _variant(
                 x, y = live.pop(i)
                 y.backward(grad)
                 if rank > 0:
-                    _send(x.grad, rank - 1, group, sent)
+                    pipeline.send(x.grad, rank - 1, group, sent)
             del x, y
         for work, _ in sent:
             work.wait()
@@ -434,18 +434,18 @@ wrong("run_pipeline", says="gradient")(_named("wipes_earlier_gradients", _varian
 def _send_in_three(y, peer, group, sent):
     """Number of dimensions and dtype, sizes, and the activation: a message each."""
     kind = pipeline._DTYPES.index(y.dtype)
-    _send(torch.tensor([y.dim(), kind], device=y.device), peer, group, sent)
-    _send(torch.tensor(y.shape, device=y.device), peer, group, sent)
-    _send(y, peer, group, sent)
+    send(torch.tensor([y.dim(), kind], device=y.device), peer, group, sent)
+    send(torch.tensor(y.shape, device=y.device), peer, group, sent)
+    send(y, peer, group, sent)
 
 
 def _recv_in_three(peer, group, dtype=None):
     def ints(n):
-        return _recv(torch.empty(n, dtype=torch.int64, device=device()), peer, group).tolist()
+        return recv(torch.empty(n, dtype=torch.int64, device=device()), peer, group).tolist()
 
     dims, kind = ints(2)
     x = torch.empty(ints(dims), dtype=dtype or pipeline._DTYPES[kind], device=device())
-    return _recv(x, peer, group).requires_grad_()
+    return recv(x, peer, group).requires_grad_()
 
 
 right("run_pipeline")(
@@ -521,10 +521,10 @@ def forgets_the_gradient_of_the_input(stage, schedule, microbatches, targets, lo
             live[i] = x, y
         else:
             x, y = live.pop(i)
-            grad = None if rank == last else _recv(_room(y), rank + 1, group)
+            grad = None if rank == last else recv(room(y), rank + 1, group)
             y.backward(grad)
             if rank > 0:
-                _send(x.detach(), rank - 1, group, sent)  # the activation, not its gradient
+                send(x.detach(), rank - 1, group, sent)  # the activation, not its gradient
     for work, _ in sent:
         work.wait()
     return torch.stack(losses).sum() if rank == last else None
