@@ -10,7 +10,13 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows: the later of two writers wins
+    fcntl = None
 
 
 def path() -> Path | None:
@@ -44,17 +50,26 @@ def record(chapter: int, exercise: str, status: str) -> None:
     where = path()
     if where is None or status not in ("right", "wrong"):
         return
-    known = load()
-    entry = known.setdefault(chapter, {}).setdefault(exercise, {"tries": 0, "passed": None})
-    entry["tries"] = entry.get("tries", 0) + 1
-    if status == "right" and not entry.get("passed"):
-        entry["passed"] = datetime.date.today().isoformat()
-    with contextlib.suppress(OSError):  # a full or read-only disk spoils no check
-        where.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError), _alone(where):  # a full or read-only disk spoils no check
+        known = load()
+        entry = known.setdefault(chapter, {}).setdefault(exercise, {"tries": 0, "passed": None})
+        entry["tries"] = entry.get("tries", 0) + 1
+        if status == "right" and not entry.get("passed"):
+            entry["passed"] = datetime.date.today().isoformat()
         handle, half = tempfile.mkstemp(dir=where.parent, suffix=".tmp")
         with os.fdopen(handle, "w") as f:
             json.dump({str(k): known[k] for k in sorted(known)}, f, indent=1)
         os.replace(half, where)
+
+
+@contextlib.contextmanager
+def _alone(where: Path) -> Iterator[None]:
+    """Two notebooks that check at the same time write one after the other; both verdicts stay."""
+    where.parent.mkdir(parents=True, exist_ok=True)
+    with open(where.with_suffix(".lock"), "w") as lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # closing it lets go
+        yield
 
 
 def record_in_notebook(chapter: int, exercise: str, status: str, answer: object) -> None:

@@ -268,6 +268,15 @@ def test_answers_reach_the_ranks_by_value(tmp_path):
     assert failed and not any("ModuleNotFound" in d or "answers" in d for d in failed), failed
 
 
+def test_two_notebooks_that_check_at_once_lose_no_verdict(tmp_path):
+    kept = tmp_path / "progress.json"
+    code = "from shardbook import progress\nfor _ in range(40): progress.record(11, 'cat', 'wrong')"
+    env = os.environ | {"SHARDBOOK_PROGRESS": str(kept)}
+    writers = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(3)]
+    assert [w.wait(60) for w in writers] == [0, 0, 0]
+    assert json.loads(kept.read_text())["11"]["cat"]["tries"] == 120
+
+
 def test_progress_survives_a_broken_file(tmp_path, monkeypatch):
     kept = tmp_path / "deep" / "progress.json"
     monkeypatch.setenv("SHARDBOOK_PROGRESS", str(kept))

@@ -55,6 +55,8 @@ def match_statement(reader, s: ast.Match) -> None:
     for case in s.cases:
         mine = names_npu(case.pattern)
         passed |= mine
+        if not has_npu and names_cuda(case.pattern):
+            conditions.case(reader, s.subject, case.pattern)
         other = not mine and (passed or (has_npu and names_cuda(case.pattern)))
         reader.quiet += other
         reader.block(case.body)

@@ -160,6 +160,13 @@ def compare(reader, node: ast.Compare) -> None:
         reader.report(node, "cuda-branch")
 
 
+def case(reader, subject: ast.expr, pattern: ast.pattern) -> None:
+    """`case "cuda"` of a match: the comparison of its subject with the pattern's texts."""
+    texts: list[ast.expr] = [part for part in ast.walk(pattern) if isinstance(part, ast.Constant)]
+    if compares_cuda(reader, ast.Compare(subject, [ast.In()], [ast.Tuple(texts)])):
+        reader.report(pattern, "cuda-branch")
+
+
 def is_dtype(node: ast.expr) -> bool:
     """`torch.float64` and the like: a comparison with one computes nothing."""
     name = dotted(node) or ""

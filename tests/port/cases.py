@@ -56,6 +56,8 @@ FLAGGED: dict[str, list[str]] = {
         "def f():\n    if torch.cuda.is_available():  # !\n        return 1\n    if torch.xpu.is_available():\n        return 2",
     ],
     "cuda-branch": [
+        "def f(x):\n    match x.device.type:\n        case 'cuda' | 'xpu':  # !\n            return 1\n        case _:\n            return 0",
+        "def f(x):\n    match str(x.device).split(':'):\n        case ['cuda', n]:  # !\n            return n",
         "def f(x):\n    return x.is_cuda and (  # !\n        torch.cuda.current_device()\n    )",
         "def f(x):\n    if x.type() == 'torch.cuda.HalfTensor':  # !\n        pass",
         "def f(device):\n    if device.type == 'cuda':  # !\n        pass",
@@ -283,6 +285,8 @@ CLEAN: dict[str, list[str]] = {
         "use = torch.accelerator.is_available()",
     ],
     "cuda-branch": [
+        "def f(x):\n    match x.device.type:\n        case 'cuda' | 'npu':\n            return 1\n        case _:\n            return 0",
+        "def f(name):\n    match name:\n        case 'cuda':\n            return 1",
         "def f(x):\n    if x.type() == 'torch.HalfTensor':\n        pass",
         "def f(device):\n    if device.type == 'npu':\n        return 1\n    if device.type == 'cuda':\n        return 2",
         "def f(device):\n    if device.type in ('cuda', 'npu'):\n        return 1",
