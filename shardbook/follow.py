@@ -50,8 +50,8 @@ def follow(processes: list, folder: str, timeout: float, tail: output.Tail | Non
             return End(ledger.mismatch())
         bad = [r for r in ranks if r.gone and not r.returned]
         if not bad and all(r.finished for r in ranks):
-            skipped = ledger.skipped()
-            return End(skipped) if skipped else None
+            left = ledger.skipped() or ledger.unreceived()
+            return End(left) if left else None
         if flooded := [r.rank for r in ranks if _printed(folder, r.rank) > output.MOST_BYTES]:
             most = f"{output.MOST_BYTES // 2**20} MB"
             return End(f"{output.ranks_text(flooded)} printed more than {most}")

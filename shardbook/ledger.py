@@ -235,6 +235,17 @@ class Ledger:
                 return f"{ranks_text(missing)} never entered {name}{at(entry.where)}"
         return None
 
+    def unreceived(self) -> str | None:
+        """After all ranks have returned: a send that met no receive. Gloo lets small ones go."""
+        for entry in self.unmet.values():
+            if entry.op == "send" and (entry.group, entry.peer) not in self.any_source:
+                name = entry.name(self.world_size)
+                return (
+                    f"rank {entry.rank}'s {name}{at(entry.where)} was never received: "
+                    f"rank {entry.peer} returned without a recv for it"
+                )
+        return None
+
 
 def _channel(e: Entry) -> tuple:
     ends = (e.rank, e.peer) if e.op == "send" else (e.peer, e.rank)

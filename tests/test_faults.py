@@ -149,6 +149,11 @@ def sends_without_a_receive():
         dist.send(torch.ones(3), dst=1)
 
 
+def isends_what_nobody_receives():  # gloo drops it without a word
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(3), dst=1)
+
+
 def sends_less_than_is_received():  # gloo takes it without a word
     if dist.get_rank() == 0:
         dist.send(torch.ones(3), dst=1)
@@ -248,6 +253,8 @@ FAULTS = [  # function, ranks, seconds allowed for the run, what the message say
     (receives_in_a_ring, 3, 60, r"^rank 0 waits in recv #1 from rank 2", True),
     (sends_without_a_receive, 2, 60, r"^rank 0 waits in send #1 .* rank 1 does not receive it",
      True),
+    (isends_what_nobody_receives, 2, 60, rf"^rank 0's send #1 to rank 1 {LINE} was never received: "
+     r"rank 1 returned without a recv for it$", False),
     (sends_less_than_is_received, 2, 60, rf"^rank 0 sends float32 \[3\] to rank 1 {LINE}, which "
      rf"receives float32 \[4\] {LINE}", False),
     (sends_more_than_is_received, 2, 60, r"^rank 0 sends float32 \[9\] .* receives float32 \[4\]",

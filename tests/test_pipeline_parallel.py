@@ -151,12 +151,13 @@ def measured_bubble(schedule, forward):
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    "name, m", [("GPipe", 4), ("1F1B", 4), ("GPipe", 8), ("1F1B", 8), ("Interleaved1F1B", 8)]
+    "name, m",
+    [("GPipe", 4), ("1F1B", 4), ("Interleaved1F1B", 4), ("1F1B", 8), ("Interleaved1F1B", 8)],
 )
 def test_measured_bubble_is_the_closed_form(name, m, warm_machine):
-    """Within 5 %, in one of three runs whose kernels grow: a message takes the same beside them.
+    """Within 5 %, with kernels of 200 ms or, where that is too short beside a message, 400 ms.
 
-    Skipped, with the numbers, where the median time of a message alone makes half of that.
+    Skipped, with the numbers, where the median time of a message alone makes half of the 5 %.
     """
     schedule, runs = OURS[name](4, m), []
     plain = simulate(schedule)["bubble"]
@@ -171,10 +172,9 @@ def test_measured_bubble_is_the_closed_form(name, m, warm_machine):
             f"{bubble:.3f} with kernels of {forward} ms, {messages:.3f} of it by messages "
             f"of {message:.1f} ms"
         )
-        slow = messages > 1.025 * plain
-    found = f"{name}, closed form {plain:.3f}, measured {'; '.join(runs)}"
-    if slow:
-        pytest.skip(f"this machine's messages are too slow to measure a bubble: {found}")
+        found = f"{name}, closed form {plain:.3f}, measured {'; '.join(runs)}"
+        if forward == 400 and messages > 1.025 * plain:
+            pytest.skip(f"this machine's messages are too slow to measure a bubble: {found}")
     pytest.fail(found)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..calls import record, summary
 from ..device import device
-from .framework import check, close, expect, random
+from .framework import check, close, expect, random, same
 from .groups import cut, each, held, in_groups, only_call, refusal
 from .tensor_parallel_layers import linear, step
 
@@ -61,7 +61,10 @@ def _attention(answer, group, place, size, shapes) -> dict:
         x = random(*TOKENS, ATTENTION_IN, seed=24)
         result = step(layer, x, random(*TOKENS, ATTENTION_IN, seed=25))
         layer.zero_grad()
-        found[heads, kv_heads] = result | {"held": held(layer)}
+        with torch.no_grad():
+            low = answer(qkv.bfloat16(), out.bfloat16(), heads, kv_heads, group)
+            low = low(x.bfloat16().to(device())).cpu()
+        found[heads, kv_heads] = result | {"held": held(layer), "bf16": low}
     return found
 
 
@@ -116,6 +119,12 @@ def parallel_attention(answer, report):
     with report.property("the same where ranks share a kv head, copies in step", hint=hint):
         for _, shape, v, where in ran(shared):
             close(v["after"], oracle[shape]["after"], f"the output after one step {where}", 5e-5)
+    hint = "no factor in fp32: layers of bf16 take and give bf16."
+    with report.property("keeps bf16, without gradients", hint=hint):
+        for _, shape, v, where in ran(split + shared):
+            same(v["bf16"].dtype, torch.bfloat16, f"the output's dtype {where}")
+            # weights, sums over heads and P addends are rounded to 8 bits each
+            close(v["bf16"].float(), oracle[shape]["y"], f"the output in bf16 {where}", 0.05)
     hint = "one g forward, one f backward; the copies of a kv head sync their weight's gradient."
     name = "one all_reduce forward and one backward, beside the sum for shared kv heads"
     with report.property(name, hint=hint):
@@ -185,6 +194,9 @@ def _embedded(answer, group, place, size) -> dict:
     kept = torch.equal(full.weight.cpu(), _embedding().weight) or size == 1
     layer.zero_grad()
     found |= {"held": held(layer), "kept": kept}
+    with torch.no_grad():
+        low = answer(_embedding().bfloat16().to(device()), group=group)
+        found["bf16"] = low(_text().to(device())).cpu()
     if size in (3, 4):
         full = _embedding(50).to(device())
         found["refused"] = refusal(answer, full, group=group, what=f"50 rows on {size} ranks")
@@ -212,6 +224,11 @@ def vocab_parallel_embedding(answer, report):
     with report.property("one training step changes it as it changes the full table", hint=hint):
         for size, _, found in each(values):
             close(found["after"], oracle["after"], f"the output after one step on {size} ranks")
+    hint = "what is elsewhere counts as zeros of the table's dtype: a mask in fp32 makes all fp32."
+    with report.property("a table in bf16 gives bf16, without gradients", hint=hint):
+        for size, _, found in each(values):
+            want = oracle["y"].bfloat16()  # one row and zeros: nothing is rounded
+            close(found["bf16"], want, f"the output in bf16 on {size} ranks", 0.0)
     with report.property(
         "one all_reduce of the embeddings forward, nothing backward", hint="no gather of the table."
     ):
@@ -390,6 +407,9 @@ def _sequence(answer, group, place, size) -> dict:
         block.zero_grad()
         kept = all(map(torch.equal, before, after)) or size == 1
         found[kind] = result | {"held": held(block), "kept": kept}
+        with torch.no_grad():
+            layers = [layer.bfloat16().to(device()) for layer in _sequence_layers(kind)]
+            found[kind]["bf16"] = answer(*layers, group=group)(x.bfloat16().to(device())).cpu()
     if size in (3, 4):
         layers = (nn.LayerNorm(WIDTH), linear(WIDTH, 10), linear(10, WIDTH))
         layers = [layer.to(device()) for layer in layers]
@@ -431,6 +451,13 @@ def sequence_parallel_block(answer, report):
         for size, place, kind, v in ran():
             y = cut(oracle[kind]["y"], 1, size, place)
             close(v["after"], y, f"the output under no_grad with {kind} on {size} ranks")
+    with report.property("and in bf16", hint="layers and tokens of bf16 give bf16."):
+        for size, place, kind, v in ran():
+            where = f"with {kind} on {size} ranks"
+            same(v["bf16"].dtype, torch.bfloat16, f"the output's dtype {where}")
+            # tokens, products and P addends are rounded to 8 bits each
+            y = cut(oracle[kind]["y"], 1, size, place)
+            close(v["bf16"].float(), y, f"the output in bf16 {where}", 0.05)
     hint = "backward mirrors forward: the all-gather's gradient is reduce-scattered, and back."
     with report.property("the full block's input gradient for this rank's tokens", hint=hint):
         for size, place, kind, v in ran():

@@ -637,6 +637,14 @@ class AttentionNoF(Attend):
         return y if self.out.bias is None else y + self.out.bias
 
 
+@wrong("ParallelAttention", says="no factor in fp32")
+class ScaledInFp32(Attend):
+    """Scales by a tensor that is always fp32."""
+
+    def forward(self, x):
+        return super().forward(x) * torch.ones(1, device=x.device)
+
+
 @wrong("ParallelAttention", says="bias once")
 class AttentionBiasTimesP(Attend):
     def forward(self, x):
@@ -748,6 +756,14 @@ class NotMasked(Embed):
         local, _ = self.local(tokens)
         x = F.embedding(local.clamp(0, len(self.weight) - 1), self.weight)
         return reduce_from_group(x, self.group)
+
+
+@wrong("VocabParallelEmbedding", says="a mask in fp32 makes all fp32")
+class MaskInFp32(Embed):
+    def forward(self, tokens):
+        local, out = self.local(tokens)
+        x = F.embedding(local.masked_fill(out, 0), self.weight)
+        return reduce_from_group(x * (~out)[..., None].float(), self.group)
 
 
 @wrong("VocabParallelEmbedding", says="off by")
