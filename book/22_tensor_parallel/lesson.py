@@ -406,7 +406,7 @@ for way in ("forward", "backward"):
 
 
 # %%
-def train(kind, steps=40):
+def train(kind, steps=30):
     model, loss_fn = build(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     positions, losses = torch.arange(64, device=sb.device()), []
@@ -522,7 +522,7 @@ for row in rows:
 
 
 # %%
-def train_forgetful(steps=40):
+def train_forgetful(steps=30):
     from shardbook.parallel import sequence, tensor_lm
 
     def forgetful(module, x, group=None):
