@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,8 +68,15 @@ def _alone(where: Path) -> Iterator[None]:
     """Two notebooks that check at the same time write one after the other; both verdicts stay."""
     where.parent.mkdir(parents=True, exist_ok=True)
     with open(where.with_suffix(".lock"), "w") as lock:
-        if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # closing it lets go
+        end = time.monotonic() + 5
+        while fcntl is not None and time.monotonic() < end:  # a check never hangs for its record
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing it lets go
+                break
+            except BlockingIOError:
+                time.sleep(0.005)
+            except OSError:  # a file system without locks
+                break
         yield
 
 

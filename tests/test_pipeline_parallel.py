@@ -169,8 +169,8 @@ def test_measured_bubble_is_the_closed_form(name, m, warm_machine):
             return
         messages = simulate(schedule, forward, 2 * forward, send=message)["bubble"]
         runs.append(
-            f"{bubble:.3f} with kernels of {forward} ms, {messages:.3f} of it by messages "
-            f"of {message:.1f} ms"
+            f"{bubble:.3f} with kernels of {forward} ms, where messages of {message:.1f} ms "
+            f"alone make {messages:.3f}"
         )
         found = f"{name}, closed form {plain:.3f}, measured {'; '.join(runs)}"
         if forward == 400 and messages > 1.025 * plain:

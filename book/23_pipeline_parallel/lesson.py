@@ -176,11 +176,11 @@ print(f"closed form: {predicted:.3f}; with {message:.1f} ms a message: {slower:.
 
 # %% [markdown]
 # What is above the closed form is the time of messages: the sender's host wakes up and sends, the
-# receiver's wakes up and begins. The simulation can be told how long that takes. A virtual machine
-# makes messages slow: what has slept for 100 ms finds the caches cold. Tests of this book take the
-# best of up to four runs with kernels of 100 to 400 ms, and hold the bubble to within 5 % of the
-# closed form or, where messages are slow, of the closed form with their time in it. One run on a
-# busy machine is farther away.
+# receiver's wakes up and begins. The simulation can be told how long that takes, here by the median;
+# single messages take longer, many of them on a busy or virtual machine, where what has slept for
+# 100 ms finds the caches cold. So the measured bubble lies above both. A test of this book keeps the
+# caches warm and takes kernels of 200 to 400 ms; there it is within 5 % of the closed form, or the
+# test says that this machine's messages are too slow.
 #
 # A large m makes the bubble small. Three things limit it: the batch has an end; small micro-batches
 # make small, inefficient matrix products; and memory.
