@@ -26,7 +26,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import shardbook as sb
-from shardbook.trace.extras import quiet
+from shardbook.tracing.extras import quiet
 
 
 @contextlib.contextmanager

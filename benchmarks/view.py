@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from shardbook.trace import view
+from shardbook.tracing import view
 from tests.browser.conftest import chromium_browser
 from tests.browser.test_view_page import MOUNT
 from tests.test_view import many

@@ -26,7 +26,7 @@ import jupytext
 import nbformat
 
 from book.extract import Reference, SourceError, check_blank, reference
-from shardbook.checks import exercises_in
+from shardbook.chapters import exercises_in
 
 LIMITS = {43: (1_000_000, 180), 44: (1_000_000, 180)}  # bytes, seconds
 LIMIT = (600_000, 60)
@@ -314,7 +314,9 @@ def leaks(lab: nbformat.NotebookNode, references: list[Reference], path: str) ->
 
 def _missing(chapter: Path, exercises: list[list[Reference]]) -> list[str]:
     """Checks without a place in the lab, and exercise cells that no check looks at."""
-    path = ROOT / "shardbook" / "checks" / f"{chapter.name[3:]}.py"
+    path = ROOT / "shardbook" / "checks" / chapter.name[3:]  # a folder, or one module
+    if not path.is_dir():
+        path = path.with_suffix(".py")
     if not path.exists():
         return [f"{path.relative_to(ROOT)} does not exist"]
     checked = set(exercises_in(path.parent, path.stem))

@@ -16,7 +16,7 @@ from tests.browser.test_lab import find, open_notebook, point, run_command, view
 
 CELL = """\
 import shardbook as sb
-from shardbook.models.tiny import counting_batch, tiny_lm
+from shardbook.basics.tiny import counting_batch, tiny_lm
 from shardbook.parallel.tensor_lm import tensor_parallel_
 from shardbook.parallel.vocab import vocab_parallel_cross_entropy
 

@@ -14,7 +14,7 @@ from importlib import metadata
 
 import torch
 
-from .device import describe, npu_reason
+from .devices import describe, npu_reason
 
 SCRIPTS = (
     "/usr/local/Ascend/cann/set_env.sh",

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardbook import progress
 from shardbook.__main__ import main
-from shardbook.checks import CHAPTERS, answers, exercises, isolate
+from shardbook.chapters import CHAPTERS, exercises
+from shardbook.checks import answers, isolate
+from shardbook.notebook import progress
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -270,7 +271,7 @@ def test_answers_reach_the_ranks_by_value(tmp_path):
 
 def test_two_notebooks_that_check_at_once_lose_no_verdict(tmp_path):
     kept = tmp_path / "progress.json"
-    code = "from shardbook import progress\nfor _ in range(40): progress.record(11, 'cat', 'wrong')"
+    code = "from shardbook.notebook import progress\nfor _ in range(40): progress.record(11, 'cat', 'wrong')"
     env = os.environ | {"SHARDBOOK_PROGRESS": str(kept)}
     writers = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(3)]
     assert [w.wait(60) for w in writers] == [0, 0, 0]
@@ -312,7 +313,7 @@ def test_progress_counts_live_notebooks_only(tmp_path, monkeypatch):
         progress.record_in_notebook(11, "shard", "right", answer)
         assert kept.exists() == recorded
     kept.unlink()
-    answer.__module__ = "shardbook.tensors"
+    answer.__module__ = "shardbook.basics.tensors"
     progress.record_in_notebook(11, "shard", "right", answer)
     assert not kept.exists(), "the reference is nobody's progress"
 
@@ -326,9 +327,9 @@ def test_every_chapter_with_checks_has_a_module():
 
 def test_a_name_that_is_imported_from_the_library_is_no_answer(tmp_path, capsys):
     file = tmp_path / "answers.py"
-    file.write_text("from shardbook.tensors import split_heads\n")
+    file.write_text("from shardbook.basics.tensors import split_heads\n")
     assert main(["check", "11", str(file), "--exercise", "split_heads"]) == 2
-    assert "imports split_heads from shardbook.tensors" in capsys.readouterr().out
+    assert "imports split_heads from shardbook.basics.tensors" in capsys.readouterr().out
 
 
 def test_who_reads_our_output_may_stop_early():

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from shardbook.checks import CHAPTERS
-from shardbook.checks.framework import checks_of
+from shardbook.chapters import CHAPTERS
+from shardbook.checks.report import checks_of
 from tests import wrong_answers
 
 for found in pkgutil.iter_modules(wrong_answers.__path__):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import shardbook as sb
 from shardbook import calls
-from shardbook.parallel.collectives import (
+from shardbook.basics.collectives import (
     all_to_all,
     collective_bytes,
     hierarchical_all_reduce,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import shardbook as sb
 from shardbook import calls
-from shardbook.models.tiny import counting_batch, tiny_lm
-from shardbook.parallel import context_pictures
+from shardbook.basics.tiny import counting_batch, tiny_lm
 from shardbook.parallel.context import (
     block_attention,
     merge_attention,
@@ -20,9 +19,10 @@ from shardbook.parallel.context import (
     zigzag_shard,
     zigzag_unshard,
 )
-from shardbook.parallel.context_lm import context_parallel_, context_parallel_step
 from shardbook.parallel.ring import causal_plan, ring_attention, zigzag_plan, zigzag_ring_attention
 from shardbook.parallel.ulysses import heads_for_sequence, sequence_for_heads, ulysses_attention
+from shardbook.pictures import context as context_pictures
+from shardbook.studies.context_lm import context_parallel_, context_parallel_step
 
 B, D, S = 2, 8, 48
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardbook as sb
 from shardbook import calls
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 from shardbook.memory import held_bytes, storage_bytes
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
 from shardbook.parallel.data import BucketedDataParallel, average_gradients_, make_buckets
 from shardbook.parallel.zero import (
     FullySharded,

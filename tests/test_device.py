@@ -12,7 +12,7 @@ import shardbook as sb
 from shardbook import doctor
 from shardbook.doctor import Facts, examine
 
-device = sys.modules["shardbook.device"]  # sb.device is the function
+device = sys.modules["shardbook.devices"]  # sb.device is the function
 ROOT = Path(__file__).parents[1]
 
 
@@ -135,7 +135,7 @@ def test_a_torch_npu_that_can_not_load_is_a_reason_not_a_crash(tmp_path, how):
 
 
 def test_a_plugin_that_does_not_exist_says_its_name():
-    done = python("-c", "import shardbook", SHARDBOOK_DEVICE_PLUGIN="no_such_plugin")
+    done = python("-c", "import shardbook.devices", SHARDBOOK_DEVICE_PLUGIN="no_such_plugin")
     assert done.returncode == 1 and "no_such_plugin" in done.stderr
 
 

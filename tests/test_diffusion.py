@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardbook as sb
-from shardbook.models import video
 from shardbook.models.diffusion import ddim_sample, flow_matching_loss, guided
-from shardbook.models.digits import Classifier, digits, frechet_distance, judge
 from shardbook.models.dit import DiT, from_tokens, to_tokens
-from shardbook.models.preference import drift, pairs, prefer, squared_error
 from shardbook.models.rope3d import apply_rope, rope_3d
-from shardbook.models.shapes import DIRECTIONS, moving_shapes
-from shardbook.models.train import cosine, seeded, train
 from shardbook.models.vae import VAE, vae_loss
+from shardbook.studies import video
+from shardbook.studies.digits import Classifier, digits, frechet_distance, judge
+from shardbook.studies.preference import drift, pairs, prefer, squared_error
+from shardbook.studies.shapes import DIRECTIONS, moving_shapes
+from shardbook.studies.train import cosine, seeded, train
 
 
 def normal(*shape, seed=0):

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardbook as sb
 from shardbook.models.dit import DiT, DiTBlock
+from shardbook.models.dit_parallel import TensorParallelDiTBlock, attending, ulysses_dit_forward
 from shardbook.models.rope3d import rope_3d
-from shardbook.parallel.dit import TensorParallelDiTBlock, attending, ulysses_dit_forward
 from shardbook.parallel.ring import ring_attention
 from shardbook.parallel.ulysses import ulysses_attention
 

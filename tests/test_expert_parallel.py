@@ -10,8 +10,8 @@ from torch import nn
 
 import shardbook as sb
 from shardbook import calls
+from shardbook.basics.tiny import counting_batch, token_loss
 from shardbook.memory import storage_bytes
-from shardbook.models.tiny import counting_batch, token_loss
 from shardbook.parallel.expert import (
     ExpertParallelMoE,
     apply_capacity,
@@ -20,7 +20,7 @@ from shardbook.parallel.expert import (
     load_balancing_loss,
     route_top_k,
 )
-from shardbook.parallel.expert_lm import (
+from shardbook.studies.expert_lm import (
     MoE,
     average_moe_gradients_,
     expert_groups,

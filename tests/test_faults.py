@@ -376,7 +376,7 @@ def test_ten_megabytes_of_prints(capfd, before):
 
 
 def test_endless_prints_are_ended(before, monkeypatch):
-    from shardbook import output
+    from shardbook.ranks import output
 
     monkeypatch.setattr(output, "MOST_BYTES", 2**20)
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import shardbook as sb
-from shardbook import progress
-from shardbook.checks import communication, expert_parallel, framework, tensor_parallel
-from shardbook.checks.framework import Report, Wrong, check, close, refuses, same, unchanged
+from shardbook.checks import communication, expert_parallel, tensor_parallel
+from shardbook.checks import report as framework
+from shardbook.checks.report import Report, Wrong, check, close, refuses, same, unchanged
+from shardbook.notebook import progress
 
 
 @check("double")

@@ -18,14 +18,14 @@ from shardbook.attention.cache import (
     kv_cache_bytes,
     sliding_window_append,
 )
-from shardbook.attention.cached_lm import (
+from shardbook.basics.tiny import rotate, tiny_lm
+from shardbook.memory import storage_bytes
+from shardbook.studies.cached_lm import (
     CachedLM,
     LayerCaches,
     generate_without_cache,
     tensor_parallel_cached,
 )
-from shardbook.memory import storage_bytes
-from shardbook.models.tiny import rotate, tiny_lm
 
 SIZES = {"vocab": 60, "dim": 40, "num_layers": 3, "num_heads": 4, "hidden": 72}
 FEW = settings(max_examples=25, deadline=None)

@@ -13,18 +13,9 @@ from hypothesis import strategies as st
 
 import shardbook as sb
 from shardbook import calls
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 from shardbook.parallel.interleaved import run_interleaved
 from shardbook.parallel.pipeline import run_pipeline, sync_tied_embeddings_
-from shardbook.parallel.pipeline_lm import (
-    Paced,
-    Stage,
-    idle_share,
-    message_time,
-    paced_timeline,
-    split_lm,
-)
-from shardbook.parallel.pipeline_pictures import draw_schedules, draw_stages
 from shardbook.parallel.schedules import (
     bubble_fraction,
     gpipe,
@@ -32,7 +23,16 @@ from shardbook.parallel.schedules import (
     one_f_one_b,
     simulate,
 )
-from shardbook.parallel.zero_bubble import by_block, play, torch_order
+from shardbook.pictures.pipeline import draw_schedules, draw_stages
+from shardbook.studies.pipeline_lm import (
+    Paced,
+    Stage,
+    idle_share,
+    message_time,
+    paced_timeline,
+    split_lm,
+)
+from shardbook.studies.zero_bubble import by_block, play, torch_order
 
 OURS = {"GPipe": gpipe, "1F1B": one_f_one_b, "Interleaved1F1B": lambda p, m: interleaved(p, m, 2)}
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardbook as sb
-from shardbook.output import fold, ranks_text
+from shardbook.ranks.output import fold, ranks_text
 
 pytestmark = pytest.mark.usefixtures("on_cpu")  # what is tested is how ranks start, fail and end
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardbook as sb
-from shardbook.models.tiny import TinyLM, counting_batch, tiny_lm, token_loss
+from shardbook.basics.tiny import TinyLM, counting_batch, tiny_lm, token_loss
 
 pytestmark = [
     pytest.mark.npu,

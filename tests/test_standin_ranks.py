@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardbook as sb
 from shardbook import calls
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 
 pytestmark = [
     pytest.mark.npu,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardbook as sb
-from shardbook.trace.validate import validate
+from shardbook.tracing.validate import validate
 
 pytestmark = [
     pytest.mark.npu,

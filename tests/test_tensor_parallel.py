@@ -8,15 +8,12 @@ from torch import nn
 
 import shardbook as sb
 from shardbook import calls
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 from shardbook.memory import storage_bytes
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
-from shardbook.parallel import tensor, tensor_pictures
-from shardbook.parallel.tensor_lm import (
-    SequenceParallelLM,
-    parallel_token_loss,
-    tensor_parallel_,
-)
+from shardbook.parallel import tensor
 from shardbook.parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from shardbook.pictures import tensor as tensor_pictures
+from shardbook.studies.tensor_lm import SequenceParallelLM, parallel_token_loss, tensor_parallel_
 
 SIZES = {"vocab": 60, "dim": 40, "num_layers": 3, "num_heads": 4, "hidden": 72}
 BATCH = {"batch": 3, "seq": 12, "vocab": 60}

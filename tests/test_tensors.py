@@ -1,4 +1,4 @@
-"""shardbook.tensors against torch on shapes, strides and sizes that hypothesis thinks of."""
+"""shardbook.basics.tensors against torch on shapes, strides and sizes that hypothesis thinks of."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardbook.tensors import (
+from shardbook.basics.tensors import (
     can_view,
     contiguous_strides,
     merge_heads,

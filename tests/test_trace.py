@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardbook as sb
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
-from shardbook.trace import record, validate
-from shardbook.trace.events import place, us
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.tracing import record, validate
+from shardbook.tracing.events import place, us
 
 CALL, ENGINE = nn.Module._call_impl, torch.autograd.graph._engine_run_backward
 

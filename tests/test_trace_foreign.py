@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shardbook as sb
-from shardbook.trace import validate
-from shardbook.trace.events import us
+from shardbook.tracing import validate
+from shardbook.tracing.events import us
 
 
 def write(path, trace):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardbook as sb
-from shardbook.trace import validate
+from shardbook.tracing import validate
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

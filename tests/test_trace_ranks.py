@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import shardbook as sb
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
-from shardbook.trace import merge, validate
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.tracing import merge, validate
 
 
 def _all_kinds():
@@ -117,7 +117,7 @@ def test_parameters_of_a_dtensor_show_shard_and_full_shape():
 
 
 def _hosts_with_other_clocks():
-    from shardbook.trace import clock
+    from shardbook.tracing import clock
 
     late = {0: 0, 1: 0, 2: 5_000_000_000}[dist.get_rank()]  # rank 2 is on a host that booted later
     now = time.monotonic_ns

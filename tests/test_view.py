@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from shardbook.trace import picture, view
-from shardbook.trace.layout import layout
+from shardbook.tracing import picture, view
+from shardbook.tracing.layout import layout
 
 
 def X(ts, dur, name="x", pid=0, tid=0, **args):
@@ -205,7 +205,7 @@ def test_what_works_is_bright_and_what_holds_others_is_pale():
 
 
 def view_colours():
-    from shardbook.trace.layout import COLOURS
+    from shardbook.tracing.layout import COLOURS
 
     return COLOURS
 

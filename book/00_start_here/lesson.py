@@ -20,7 +20,7 @@ import shardbook as sb
 
 import torch.distributed as dist
 
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 
 
 def step():
@@ -142,7 +142,7 @@ sb.predict("values in the embedded batch", predicted, tiny_lm().embed(counting_b
 # folder: another clone shows the same. Run the cell to see where you are.
 
 # %% tags=["nbval-ignore-output"]
-from shardbook import progress
+from shardbook.notebook import progress
 
 print(progress.table())
 
@@ -154,7 +154,7 @@ print(progress.table())
 # on the CPU; everything works there, at sizes that fit.
 
 # %% tags=["nbval-ignore-output"]
-from shardbook.device import describe
+from shardbook.devices import describe
 
 print(describe())
 

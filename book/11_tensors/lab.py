@@ -42,7 +42,7 @@ device = sb.device()
 # A size of 0 would make every stride left of it 0. torch counts it as 1.
 # </details>
 
-# %% exercise="shardbook.tensors.contiguous_strides"
+# %% exercise="shardbook.basics.tensors.contiguous_strides"
 
 # %%
 check.contiguous_strides(contiguous_strides)
@@ -85,7 +85,7 @@ sb.predict("view works", predicted, measured)
 # Go through the new sizes from the right and use up the runs.
 # </details>
 
-# %% exercise="shardbook.tensors.can_view"
+# %% exercise="shardbook.basics.tensors.can_view"
 
 # %%
 check.can_view(can_view)
@@ -110,7 +110,7 @@ check.can_view(can_view)
 # With one head `reshape` finds a way without: then the result is a view, and may be strided.
 # </details>
 
-# %% exercise="shardbook.tensors.split_heads shardbook.tensors.merge_heads"
+# %% exercise="shardbook.basics.tensors.split_heads shardbook.basics.tensors.merge_heads"
 
 # %%
 check.split_heads(split_heads)
@@ -155,7 +155,7 @@ sb.predict("rows by rank", predicted, measured)
 # the end.
 # </details>
 
-# %% exercise="shardbook.tensors.shard shardbook.tensors.unshard"
+# %% exercise="shardbook.basics.tensors.shard shardbook.basics.tensors.unshard"
 
 # %%
 check.shard(shard)
@@ -198,7 +198,7 @@ for name, piece in pieces.items():
 # follows from the number of tokens and the height.
 # </details>
 
-# %% exercise="shardbook.tensors.patchify shardbook.tensors.unpatchify"
+# %% exercise="shardbook.basics.tensors.patchify shardbook.basics.tensors.unpatchify"
 
 # %%
 check.patchify(patchify)
@@ -258,7 +258,7 @@ sb.predict("bytes held", predicted, measured)
 # `as_strided` does not know where x ends: one window too many reads whatever lies there.
 # </details>
 
-# %% exercise="shardbook.tensors.sliding_windows"
+# %% exercise="shardbook.basics.tensors.sliding_windows"
 
 # %%
 check.sliding_windows(sliding_windows)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from shardbook.checks import tracing as check
-from shardbook.models.tiny import counting_batch, tiny_lm
-from shardbook.trace.by_hand import shapes_of
+from shardbook.basics.tiny import counting_batch, tiny_lm
+from shardbook.basics.by_hand import shapes_of
 
 device = sb.device()
 
@@ -56,7 +56,7 @@ sb.predict("module calls", predicted, sum(row["calls"] for row in t.table()))
 # parent catches it? `always_call=True`.
 # </details>
 
-# %% exercise="shardbook.trace.by_hand.record_modules"
+# %% exercise="shardbook.basics.by_hand.record_modules"
 
 # %%
 check.record_modules(record_modules)
@@ -103,7 +103,7 @@ print("it survives the way back:", round(now / 1000 * 1000) == now)
 # json knows no dtype. `str(event["inputs"])` will do.
 # </details>
 
-# %% exercise="shardbook.trace.by_hand.to_chrome"
+# %% exercise="shardbook.basics.by_hand.to_chrome"
 
 # %%
 check.to_chrome(to_chrome)
@@ -141,7 +141,7 @@ print("added up module by module it would be", one_by_one)
 # `p.element_size()` is the bytes of one element: 2 for bfloat16.
 # </details>
 
-# %% exercise="shardbook.trace.by_hand.parameter_table"
+# %% exercise="shardbook.basics.by_hand.parameter_table"
 
 # %%
 check.parameter_table(parameter_table)
@@ -173,7 +173,7 @@ for name, (count, nbytes) in parameter_table(model).items():
 # `for … else` runs its else part where no module fitted: raise there, and name the label.
 # </details>
 
-# %% exercise="shardbook.trace.by_hand.label_figure"
+# %% exercise="shardbook.basics.by_hand.label_figure"
 
 # %%
 check.label_figure(label_figure)

@@ -21,7 +21,7 @@ from matplotlib.patches import FancyBboxPatch
 from torch import nn
 
 from shardbook import plot
-from shardbook.trace.extras import quiet
+from shardbook.tracing.extras import quiet
 
 device = sb.device()
 D, H, F, B, S = 512, 8, 2048, 2, 32  # the base model of arXiv 1706.03762, table 3; a small batch

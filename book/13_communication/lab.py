@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardbook import calls
 from shardbook.checks import communication as check
-from shardbook.parallel.collectives import MAX_DIMS, exchange
+from shardbook.basics.collectives import MAX_DIMS, exchange
 
 # %% [markdown]
 # ## What you are given
@@ -71,7 +71,7 @@ for rank, text in enumerate(sb.run(greet, world_size=4).values):
 # never into x.
 # </details>
 
-# %% exercise="shardbook.parallel.collectives.ring_reduce_scatter"
+# %% exercise="shardbook.basics.collectives.ring_reduce_scatter"
 
 # %%
 check.ring_reduce_scatter(ring_reduce_scatter)
@@ -92,7 +92,7 @@ check.ring_reduce_scatter(ring_reduce_scatter)
 # P]` leaves, `whole[(me - step - 1) % P]` comes.
 # </details>
 
-# %% exercise="shardbook.parallel.collectives.ring_all_gather"
+# %% exercise="shardbook.basics.collectives.ring_all_gather"
 
 # %%
 check.ring_all_gather(ring_all_gather)
@@ -115,7 +115,7 @@ check.ring_all_gather(ring_all_gather)
 # Reduce-scatter, then all-gather what you got; cut the padding off and give it x's shape.
 # </details>
 
-# %% exercise="shardbook.parallel.collectives.ring_all_reduce"
+# %% exercise="shardbook.basics.collectives.ring_all_reduce"
 
 # %%
 check.ring_all_reduce(ring_all_reduce)
@@ -195,7 +195,7 @@ except sb.RankError as error:
 # Turn a place back into a member before you send: `(place + root) % P`.
 # </details>
 
-# %% exercise="shardbook.parallel.collectives.tree_broadcast"
+# %% exercise="shardbook.basics.collectives.tree_broadcast"
 
 # %%
 check.tree_broadcast(tree_broadcast)
@@ -242,7 +242,7 @@ sb.predict("messages in all", in_all, sum(by_rank))
 # Your own chunk does not travel, but belongs into the result.
 # </details>
 
-# %% exercise="shardbook.parallel.collectives.all_to_all"
+# %% exercise="shardbook.basics.collectives.all_to_all"
 
 # %%
 check.all_to_all(all_to_all)
@@ -270,7 +270,7 @@ check.all_to_all(all_to_all)
 # costs far more than the messages.
 # </details>
 
-# %% exercise="shardbook.parallel.collectives.hierarchical_all_reduce"
+# %% exercise="shardbook.basics.collectives.hierarchical_all_reduce"
 
 # %%
 check.hierarchical_all_reduce(hierarchical_all_reduce)
@@ -312,7 +312,7 @@ sb.predict("two levels", two_levels, max(row[1] for row in by_rank), "bytes")
 # Integers only: 2**62 bytes don't fit a float exactly. Multiply before you divide.
 # </details>
 
-# %% exercise="shardbook.parallel.collectives.collective_bytes"
+# %% exercise="shardbook.basics.collectives.collective_bytes"
 
 # %%
 check.collective_bytes(collective_bytes)

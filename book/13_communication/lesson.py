@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from shardbook import calls, plot
-from shardbook.parallel.collectives import (
+from shardbook.basics.collectives import (
     all_to_all,
     collective_bytes,
     hierarchical_all_reduce,
@@ -525,7 +525,7 @@ import os
 import shardbook as sb
 import torch
 import torch.distributed as dist
-from shardbook.parallel.collectives import hierarchical_all_reduce
+from shardbook.basics.collectives import hierarchical_all_reduce
 
 {inspect.getsource(sum_over_hosts)}
 result = sb.run(sum_over_hosts, world_size=4)

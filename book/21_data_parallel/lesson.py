@@ -20,7 +20,7 @@ from torch import nn
 
 from shardbook import calls, plot
 from shardbook.memory import held_bytes
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 
 WORLD = 4
 PARAMS = sum(p.numel() for p in tiny_lm().parameters())

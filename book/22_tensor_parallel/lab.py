@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardbook import calls, plot
 from shardbook.checks import tensor_parallel as check
-from shardbook.models.tiny import causal_attention, counting_batch, rotate, tiny_lm, token_loss
+from shardbook.basics.tiny import causal_attention, counting_batch, rotate, tiny_lm, token_loss
 
 # What one rank does with a tensor. New tensors, the input stays as it is; autograd sees nothing.
 from shardbook.parallel.tensor import (

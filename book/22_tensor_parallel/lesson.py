@@ -25,7 +25,7 @@ from torch import nn
 
 from shardbook import calls, plot
 from shardbook.memory import storage_bytes
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 from shardbook.parallel.tensor import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -34,12 +34,8 @@ from shardbook.parallel.tensor import (
     copy_to_group,
     reduce_from_group,
 )
-from shardbook.parallel.tensor_lm import (
-    SequenceParallelLM,
-    parallel_token_loss,
-    tensor_parallel_,
-)
-from shardbook.parallel.tensor_pictures import draw_half_block
+from shardbook.studies.tensor_lm import SequenceParallelLM, parallel_token_loss, tensor_parallel_
+from shardbook.pictures.tensor import draw_half_block
 from shardbook.parallel.vocab import vocab_parallel_cross_entropy
 
 # %% [markdown]
@@ -271,7 +267,7 @@ def traced_step(kind):
     return t
 
 
-from shardbook.trace import merge
+from shardbook.tracing import merge
 
 merge(sb.run(traced_step, "tensor", world_size=4).values, title="tensor parallel, one step")
 
@@ -523,7 +519,8 @@ for row in rows:
 
 # %%
 def train_forgetful(steps=30):
-    from shardbook.parallel import sequence, tensor_lm
+    from shardbook.parallel import sequence
+    from shardbook.studies import tensor_lm
 
     def forgetful(module, x, group=None):
         return module(x)  # instead of copy_to_group on each of its parameters

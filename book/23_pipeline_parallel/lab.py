@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from shardbook import calls, plot
 from shardbook.checks import pipeline_parallel as check
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
-from shardbook.parallel.pipeline_lm import Paced, idle_share, paced_timeline, split_lm
-from shardbook.parallel.pipeline_pictures import draw_schedules
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.studies.pipeline_lm import Paced, idle_share, paced_timeline, split_lm
+from shardbook.pictures.pipeline import draw_schedules
 from shardbook.parallel.schedules import (
     Op,  # ("F" or "B", microbatch, chunk)
     Schedule,  # list[list[Op]]

@@ -21,17 +21,11 @@ from torch import nn
 
 from shardbook import calls, plot
 from shardbook.memory import storage_bytes
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 from shardbook.parallel.interleaved import run_interleaved
 from shardbook.parallel.pipeline import run_pipeline, sync_tied_embeddings_
-from shardbook.parallel.pipeline_lm import (
-    Paced,
-    idle_share,
-    message_time,
-    paced_timeline,
-    split_lm,
-)
-from shardbook.parallel.pipeline_pictures import draw_schedules, draw_stages
+from shardbook.studies.pipeline_lm import Paced, idle_share, message_time, paced_timeline, split_lm
+from shardbook.pictures.pipeline import draw_schedules, draw_stages
 from shardbook.parallel.schedules import (
     bubble_fraction,
     gpipe,
@@ -65,7 +59,7 @@ plt.show()
 # %%
 def held_and_sent(kind):
     """(bytes of state, bytes sent) of this rank for one step."""
-    from shardbook.parallel.tensor_lm import parallel_token_loss, tensor_parallel_
+    from shardbook.studies.tensor_lm import parallel_token_loss, tensor_parallel_
 
     rank, world = dist.get_rank(), dist.get_world_size()
     model = tiny_lm(num_layers=8).to(sb.device())
@@ -389,7 +383,7 @@ print(torch.allclose(linear.weight.grad, weight_grad))
 # is, and a micro-batch turns round on the last rank without a message.
 
 # %%
-from shardbook.parallel.zero_bubble import by_block, play, torch_order
+from shardbook.studies.zero_bubble import by_block, play, torch_order
 
 orders = {"1F1B": by_block(one_f_one_b(4, 8)), "interleaved": by_block(interleaved(4, 8, 2))}
 for name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardbook import calls, plot
 from shardbook.checks import context_parallel as check
-from shardbook.models.tiny import counting_batch, tiny_lm
+from shardbook.basics.tiny import counting_batch, tiny_lm
 
 # Given: attention over one block of keys, and its gradients.
 from shardbook.parallel.context import (

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardbook import calls, plot
 from shardbook.memory import storage_bytes
-from shardbook.models.tiny import counting_batch, tiny_lm
+from shardbook.basics.tiny import counting_batch, tiny_lm
 from shardbook.parallel.context import (
     block_attention,
     block_attention_backward,
@@ -34,8 +34,8 @@ from shardbook.parallel.context import (
     shard_positions,
     zigzag_shard,
 )
-from shardbook.parallel.context_lm import context_parallel_, context_parallel_step, held_positions
-from shardbook.parallel.context_pictures import draw_rings, draw_ulysses
+from shardbook.studies.context_lm import context_parallel_, context_parallel_step, held_positions
+from shardbook.pictures.context import draw_rings, draw_ulysses
 from shardbook.parallel.ring import (
     causal_plan,
     exchange,
@@ -44,7 +44,7 @@ from shardbook.parallel.ring import (
     zigzag_ring_attention,
 )
 from shardbook.parallel.ulysses import heads_for_sequence, sequence_for_heads, ulysses_attention
-from shardbook.trace import merge
+from shardbook.tracing import merge
 
 # %% [markdown]
 # ## What breaks without it?

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from shardbook import calls, plot
 from shardbook.checks import expert_parallel as check
-from shardbook.models.tiny import counting_batch, token_loss
+from shardbook.basics.tiny import counting_batch, token_loss
 from shardbook.parallel.expert import Group  # a process group, or None for all ranks
-from shardbook.parallel.expert_lm import average_moe_gradients_, expert_groups, moe_lm
+from shardbook.studies.expert_lm import average_moe_gradients_, expert_groups, moe_lm
 
 # %% [markdown]
 # ## Exercise 1: the router's choice

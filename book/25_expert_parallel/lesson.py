@@ -24,7 +24,7 @@ from torch import nn
 
 from shardbook import calls, plot
 from shardbook.memory import storage_bytes
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 from shardbook.parallel.expert import (
     ExpertParallelMoE,
     apply_capacity,
@@ -33,7 +33,7 @@ from shardbook.parallel.expert import (
     load_balancing_loss,
     route_top_k,
 )
-from shardbook.parallel.expert_lm import (
+from shardbook.studies.expert_lm import (
     MoE,
     average_moe_gradients_,
     expert_groups,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardbook import plot
 from shardbook.attention.counting import largest_tensor
-from shardbook.attention.pictures import draw_tiles
+from shardbook.pictures.attention import draw_tiles
 from shardbook.checks import flash_attention as check
 
 

@@ -32,7 +32,7 @@ from shardbook.attention.flash import (
     online_softmax_dot,
     tiles,
 )
-from shardbook.attention.pictures import draw_roofline, draw_tiles
+from shardbook.pictures.attention import draw_roofline, draw_tiles
 
 
 def draw(*shape, seed=0, scale=1.0):

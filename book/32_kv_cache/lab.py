@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardbook import plot
-from shardbook.attention.cache_pictures import draw_cache
-from shardbook.attention.cached_lm import CachedLM, generate_without_cache
+from shardbook.pictures.cache import draw_cache
+from shardbook.studies.cached_lm import CachedLM, generate_without_cache
 from shardbook.checks import kv_cache as check
 from shardbook.memory import storage_bytes
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 
 # %% [markdown]
 # ## A model that counts

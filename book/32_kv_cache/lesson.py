@@ -32,15 +32,11 @@ from shardbook.attention.cache import (
     kv_cache_bytes,
     sliding_window_append,
 )
-from shardbook.attention.cache_pictures import draw_cache
-from shardbook.attention.cached_lm import (
-    CachedLM,
-    generate_without_cache,
-    tensor_parallel_cached,
-)
-from shardbook.attention.pictures import DEVICES, draw_roofline
+from shardbook.pictures.cache import draw_cache
+from shardbook.studies.cached_lm import CachedLM, generate_without_cache, tensor_parallel_cached
+from shardbook.pictures.attention import DEVICES, draw_roofline
 from shardbook.memory import storage_bytes
-from shardbook.models.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 
 # %% [markdown]
 # ## A model that says something
@@ -186,7 +182,7 @@ def talk(weights):
     return t
 
 
-from shardbook.trace import merge
+from shardbook.tracing import merge
 
 state = {name: p.cpu() for name, p in lm.state_dict().items()}
 merge(sb.run(talk, state, world_size=2).values, title="rank 0 with a cache, rank 1 without")

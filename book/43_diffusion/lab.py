@@ -22,7 +22,7 @@ from shardbook.checks import diffusion as check
 from shardbook.models.dit import Attention, Mlp, Tables
 from shardbook.models.diffusion import Model  # a callable: model(x_t, t, labels)
 from shardbook.models.diffusion import guided  # (model, x, t, labels, guidance, null_label)
-from shardbook.models.train import seeded, train
+from shardbook.studies.train import seeded, train
 
 import math
 

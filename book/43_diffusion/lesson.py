@@ -26,7 +26,7 @@ from matplotlib.patches import FancyBboxPatch
 from torch import nn
 
 from shardbook import plot
-from shardbook.models import video
+from shardbook.studies import video
 from shardbook.models.diffusion import (
     ddim_sample,
     ddpm_loss,
@@ -34,11 +34,11 @@ from shardbook.models.diffusion import (
     flow_matching_loss,
     guided,
 )
-from shardbook.models.digits import digits, judge, train_classifier
+from shardbook.studies.digits import digits, judge, train_classifier
 from shardbook.models.dit import DiT, DiTBlock
 from shardbook.models.rope3d import apply_rope, rope_3d
-from shardbook.models.shapes import DIRECTIONS, SHAPES
-from shardbook.models.train import seeded, train
+from shardbook.studies.shapes import DIRECTIONS, SHAPES
+from shardbook.studies.train import seeded, train
 from shardbook.models.vae import VAE, vae_loss
 
 torch.set_num_threads(1)  # sums in one order: the same numbers in every run

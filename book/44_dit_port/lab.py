@@ -25,12 +25,7 @@ from shardbook.checks import dit_port as check
 from shardbook.models.dit import DiT, DiTBlock, modulate
 
 # Given: the pieces of one rank, and a mode that replaces torch's attention.
-from shardbook.parallel.dit import (
-    Group,  # a process group, or None for all ranks
-    Tables,  # (cos, sin)
-    _cut,  # (linear, parts, dim, world, rank): this rank's shard, `parts` matrices cut apart
-    attending,  # with attending(attend, group): scaled_dot_product_attention is attend
-)
+from shardbook.models.dit_parallel import Group, Tables, _cut, attending
 
 # Given: from chapters 22 and 24.
 from shardbook.parallel.tensor import (
@@ -170,7 +165,7 @@ predicted = 2 * 2 * 12 * 24 * 4  # two all-reduces of x's size, on any number of
 # `F.linear(out, self.proj.weight)` leaves the bias out.
 # </details>
 
-# %% exercise="shardbook.parallel.dit._Attention shardbook.parallel.dit._Mlp shardbook.parallel.dit.TensorParallelDiTBlock"
+# %% exercise="shardbook.models.dit_parallel._Attention shardbook.models.dit_parallel._Mlp shardbook.models.dit_parallel.TensorParallelDiTBlock"
 
 # %%
 check.tensor_parallel_dit_block(TensorParallelDiTBlock)
@@ -216,7 +211,7 @@ sb.predict("bytes all-reduced, 4 ranks", predicted, measured[1])
 # Remove the hooks in `finally`. Refuse tokens that do not divide; Ulysses refuses the heads.
 # </details>
 
-# %% exercise="shardbook.parallel.dit.ulysses_dit_forward"
+# %% exercise="shardbook.models.dit_parallel.ulysses_dit_forward"
 
 # %%
 check.ulysses_dit_forward(ulysses_dit_forward)

@@ -27,13 +27,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardbook import calls, plot
-from shardbook.models import video
+from shardbook.studies import video
 from shardbook.models.diffusion import video_dpo_loss
 from shardbook.models.dit import DiT, DiTBlock, modulate
-from shardbook.models.preference import drift, pairs, prefer
+from shardbook.studies.preference import drift, pairs, prefer
 from shardbook.models.rope3d import rope_3d
-from shardbook.models.train import seeded
-from shardbook.parallel.dit import TensorParallelDiTBlock, attending, ulysses_dit_forward
+from shardbook.studies.train import seeded
+from shardbook.models.dit_parallel import TensorParallelDiTBlock, attending, ulysses_dit_forward
 from shardbook.parallel.ring import ring_attention
 from shardbook.parallel.tensor import gather_from_group
 from shardbook.parallel.ulysses import ulysses_attention

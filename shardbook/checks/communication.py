@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import calls
-from ..device import device
-from .framework import Report, check, close, expect, random, refuses, same
+from ..devices import device
+from .report import Report, check, close, expect, random, refuses, same
 
 GROUPS = [(2,), (1, 3), (0, 2, 3), (0, 1, 2, 3)]
 MEMBERS = (

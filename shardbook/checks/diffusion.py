@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..device import device
-from .framework import check, close, expect, random, refuses, same, unchanged
+from ..devices import device
 from .groups import held
+from .report import check, close, expect, random, refuses, same, unchanged
 
 
 class _Dtypes(TorchDispatchMode):

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import calls
-from ..device import device
+from ..devices import device
 from .diffusion import block_by_formula, fill, narrow, turn
-from .framework import check, close, expect, random, refuses, same, total, unchanged
 from .groups import held, last_ranks, tensors_of
+from .report import check, close, expect, random, refuses, same, total, unchanged
 
 SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import calls
-from ..device import device
-from .framework import check, close, expect, random, refuses, same, unchanged
+from ..devices import device
 from .groups import held, last_ranks
+from .report import check, close, expect, random, refuses, same, unchanged
 
 SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
 E, D, K = 12, 5, 2  # experts, width, choices

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..device import device
-from .framework import check, close, expect, random, same, unchanged
+from ..devices import device
 from .groups import tensors_of
+from .report import check, close, expect, random, same, unchanged
 
 # (B, H, S, T, D): pairwise distinct, lengths that no block size divides, S above and below T
 SHAPES = [(2, 3, 37, 53, 5), (1, 2, 70, 41, 9), (3, 1, 1, 19, 4), (2, 1, 150, 131, 7)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..calls import record
-from .framework import Wrong, expect, refuses
+from .report import Wrong, expect, refuses
 
 ROUNDS = ([[0, 1, 2, 3]], [[1, 3], [0, 2]], [[0, 2, 3], [1]])
 

@@ -19,10 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..lab import unwritten
-from . import CHAPTERS
+from ..chapters import CHAPTERS
+from ..notebook.lab import unwritten
 from .answers import SCRATCH, Answers, Missing, load
-from .framework import Property, Verdict, checks_of
+from .report import Property, Verdict, checks_of
 
 FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 
@@ -33,7 +33,7 @@ def start(chapter: int) -> None:
         return
     from multiprocessing import forkserver
 
-    modules = ["shardbook._preload", f"shardbook.checks.{CHAPTERS[chapter]}"]
+    modules = ["shardbook.ranks.preload", f"shardbook.checks.{CHAPTERS[chapter]}"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     forkserver.ensure_running()
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from ..device import device
-from .framework import check, close, expect, random, refuses, same, unchanged
+from ..devices import device
 from .groups import held, tensors_of
+from .report import check, close, expect, random, refuses, same, unchanged
 
 B, HKV, D = 3, 2, 5
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import calls
-from ..device import device
+from ..devices import device
 from ..memory import held_bytes
-from .framework import check, close, expect, random, refuses, same, total
 from .groups import last_ranks
+from .report import check, close, expect, random, refuses, same, total
 
 SHAPES = [(4, 8), (3, 5), (5, 2), (2, 1), (1, 3)]  # (stages, micro-batches)
 

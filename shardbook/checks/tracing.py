@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..device import device
-from .framework import check, expect, random, refuses, same
+from ..devices import device
+from .report import check, expect, random, refuses, same
 
 EPSILON = 1.001  # nanoseconds: microseconds are written as floats
 

@@ -1,1 +1,1 @@
-"""The small models that the book trains."""
+"""Diffusion models and transformers for them, chapters 43 and 44."""

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..device import device
+from ..devices import device
 from .schedules import Schedule
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

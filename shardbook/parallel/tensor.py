@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.tiny import causal_attention, rotate
+from ..basics.tiny import causal_attention, rotate
 
 Group = dist.ProcessGroup | None
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..device import device as default_device
+from ..devices import device as default_device
 from .data import by_dtype, gradient_or_zeros, has_gradient
 from .flat import all_gather_flat, flatten_padded, reduce_scatter_mean, shard_flat
 

@@ -45,7 +45,7 @@ result.trace
 SAVE = "result.trace.save('step.json'); print([v[0] for v in result.values])"
 HOSTILE = """
 from IPython.display import HTML
-from shardbook.trace import view
+from shardbook.tracing import view
 bad = '<img src=x onerror="window.hacked=true;try{parent.hacked=true}catch(e){}">'
 close = '</script><script>window.hacked=true;parent.hacked=true</script>'
 HTML(view.html({"traceEvents": [

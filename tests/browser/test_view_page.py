@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import shardbook as sb
-from shardbook.trace import view
-from shardbook.trace.validate import validate
+from shardbook.tracing import view
+from shardbook.tracing.validate import validate
 
 from ..test_trace_models import dit, gradients, mixtral
 from ..test_view import X, many

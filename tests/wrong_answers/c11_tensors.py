@@ -6,7 +6,7 @@ import math
 import torch
 from einops import rearrange
 
-from shardbook import tensors
+from shardbook.basics import tensors
 from tests.wrong_answers import right, wrong
 
 for name in (

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import nn
 
-from shardbook.trace import by_hand
+from shardbook.basics import by_hand
 from tests.wrong_answers import right, wrong
 
 for name in ("record_modules", "to_chrome", "parameter_table", "label_figure"):

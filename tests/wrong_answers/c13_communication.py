@@ -5,8 +5,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from shardbook.parallel import collectives
-from shardbook.parallel.collectives import (
+from shardbook.basics import collectives
+from shardbook.basics.collectives import (
     exchange,
     ring_all_gather,
     ring_reduce_scatter,

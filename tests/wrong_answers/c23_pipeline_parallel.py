@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from shardbook.device import device
+from shardbook.devices import device
 from shardbook.parallel import pipeline, schedules
 from shardbook.parallel.pipeline import recv, recv_activation, room, send, send_activation
 from tests.wrong_answers import right, wrong
@@ -588,7 +588,7 @@ def all_reduces_over_the_pipeline(first_weight, last_weight, group=None):
     w = first_weight if first_weight is not None else last_weight
     where = w.device if w is not None else None
     if where is None:
-        from shardbook.device import device
+        from shardbook.devices import device
 
         where = device()
     grad = (

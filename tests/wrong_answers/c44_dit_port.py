@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardbook.models import diffusion, rope3d
-from shardbook.parallel.dit import TensorParallelDiTBlock, ulysses_dit_forward
+from shardbook.models.dit_parallel import TensorParallelDiTBlock, ulysses_dit_forward
 from shardbook.parallel.tensor import gather_from_group
 from shardbook.parallel.ulysses import ulysses_attention
 from tests.wrong_answers import right, wrong

@@ -1,0 +1,1 @@
+"""One palette, plots and drawings."""
