@@ -271,7 +271,10 @@ def test_answers_reach_the_ranks_by_value(tmp_path):
 
 def test_two_notebooks_that_check_at_once_lose_no_verdict(tmp_path):
     kept = tmp_path / "progress.json"
-    code = "from shardbook.notebook import progress\nfor _ in range(40): progress.record(11, 'cat', 'wrong')"
+    code = (
+        "from shardbook.notebook import progress\n"
+        "for _ in range(40): progress.record(11, 'cat', 'wrong')"
+    )
     env = os.environ | {"SHARDBOOK_PROGRESS": str(kept)}
     writers = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(3)]
     assert [w.wait(60) for w in writers] == [0, 0, 0]
