@@ -23,12 +23,9 @@ def names(paths):
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=names(PACKAGE))
-def test_a_module_is_short_and_its_public_functions_are_typed(path):
-    text = path.read_text()
-    long = {"checks", "port"} & set(path.parts)  # a property a block, a rule a line
-    assert len(text.splitlines()) <= (1200 if long else 450), "more than one idea"
+def test_public_functions_are_typed(path):
     untyped = []
-    for node in ast.parse(text).body:
+    for node in ast.parse(path.read_text()).body:
         found = [node] if isinstance(node, ast.FunctionDef) else []
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             found = [n for n in node.body if isinstance(n, ast.FunctionDef)]

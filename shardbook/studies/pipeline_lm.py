@@ -7,8 +7,8 @@ import time
 import torch
 from torch import Tensor, nn
 
-from .. import trace
 from ..basics.tiny import TinyLM
+from ..tracing.record import trace
 
 
 class Stage(nn.Module):
