@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     if not 0 < args.timeout <= 1e6:  # nan is neither
         return _refuse("--timeout must be a number of seconds above 0, at most a million")
 
-    from ..ranks import worker  # torch, which a wrong argument need not wait for
+    from ..ranks import processes  # torch, which a wrong argument need not wait for
     from . import isolate
 
     try:
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
             _print_json([isolate.unusable(name, str(error), 0.0) for name in asked])
         return _refuse(str(error))
 
-    worker.adopt_orphans()
+    processes.adopt_orphans()
     isolate.start(chapter)
     verdicts, trouble = [], ""
     try:
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
             if "solutions" not in os.path.abspath(args.answers).split(os.sep):
                 progress.record(chapter, name, found.verdict.status)
     except KeyboardInterrupt:
-        isolate.end_descendants()
+        processes.end_descendants()
         print("shardbook: interrupted", file=sys.stderr)
         return 130
     if args.json:

@@ -13,14 +13,13 @@ import multiprocessing.connection
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 from ..chapters import CHAPTERS
 from ..notebook.lab import unwritten
+from ..ranks.processes import end_descendants
 from .answers import SCRATCH, Answers, Missing, load
 from .report import Property, Verdict, checks_of
 
@@ -213,54 +212,3 @@ def _where(error: BaseException, answers: Answers) -> str:
     except Exception:
         text = ""
     return f"{line}: {type(error).__name__}" + (f": {text}" if text else "")
-
-
-# What an answer leaves behind
-
-
-def end_descendants() -> None:
-    """Kill every process below this one except the fork server and the resource tracker."""
-    keep = set()
-    if FORKS:
-        from multiprocessing import forkserver, resource_tracker
-
-        keep = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
-    for _ in range(20):  # a process that forks while we look is found in the next round
-        left = [pid for pid in _descendants(os.getpid()) if pid not in keep]
-        if not left:
-            return
-        for pid in left:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-
-
-def _descendants(root: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for pid, parent in _processes():
-        children.setdefault(parent, []).append(pid)
-    found, queue = [], [root]
-    while queue:
-        mine = children.get(queue.pop(), [])
-        found += mine
-        queue += mine
-    return found
-
-
-def _processes() -> list[tuple[int, int]]:
-    """(pid, parent's pid) of what runs; zombies are left out, they only wait to be read."""
-    if Path("/proc/self/stat").exists():
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-                if state not in "ZX":
-                    found.append((int(stat.parent.name), int(parent)))
-        return found
-    if os.name == "nt":
-        return []  # the ranks' own watch on their parent ends them
-    own = subprocess.Popen(
-        ["ps", "-A", "-o", "pid=,ppid=,stat="], stdout=subprocess.PIPE, text=True
-    )
-    rows = [line.split() for line in own.communicate()[0].splitlines()]
-    return [(int(r[0]), int(r[1])) for r in rows if int(r[0]) != own.pid and "Z" not in r[2]]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 import torch.multiprocessing
 
-from . import worker
+from . import processes, worker
 from .result import RankError
 
 
@@ -62,8 +62,8 @@ def started(world_size: int, folder: str) -> Iterator[list]:
     finally:
         with uninterrupted():
             mine = context.processes if context else set(multiprocessing.active_children()) - before
+            processes.end_trees([process.pid for process in mine])
             for process in mine:
-                worker.end_group(process.pid)
                 process.kill()
             for process in mine:
                 process.join(10)

@@ -7,7 +7,6 @@ early is told apart from one whose connection broke.
 
 import contextlib
 import faulthandler
-import glob
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -29,6 +28,7 @@ import torch.distributed as dist
 
 from .. import calls
 from ..devices import backend, set_rank_device
+from . import processes
 
 in_rank = False  # True in a process that `sb.run` started
 
@@ -64,7 +64,7 @@ def main(local_rank: int, folder: str) -> None:
         os.setpgid(0, 0)  # a group of its own, so that what this rank starts can be ended with it
     log.write("S", os.getpid())
     _end_with_parent()
-    adopt_orphans()
+    processes.adopt_orphans()
     warnings.formatwarning = lambda message, kind, *_, **__: f"{kind.__name__}: {message}\n"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the notebook's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -195,38 +195,10 @@ def _end_with_parent() -> None:
 
     def wait():
         multiprocessing.connection.wait([parent.sentinel])
-        end_group(os.getpid())
+        processes.end_trees([os.getpid()])
         os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def adopt_orphans() -> None:
-    """On Linux, a process whose parent died becomes ours, so that who ends us finds it."""
-    with contextlib.suppress(Exception):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-
-
-def _children(pid: int) -> list[int]:
-    """What this process has started, and what that has; known on Linux only."""
-    found = []
-    for path in glob.glob(f"/proc/{pid}/task/*/children"):
-        with contextlib.suppress(OSError), open(path) as file:
-            for child in map(int, file.read().split()):
-                found += [child, *_children(child)]
-    return found
-
-
-def end_group(pid: int) -> None:
-    """Kill what the rank of this pid has started and left behind, and the rank."""
-    for child in _children(pid):  # also those that left the group for a session of their own
-        with contextlib.suppress(OSError):
-            os.kill(child, getattr(signal, "SIGKILL", signal.SIGTERM))
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(OSError):  # it has no group yet, or no member any more
-            os.killpg(pid, signal.SIGKILL)
 
 
 class _Log:
