@@ -62,6 +62,8 @@ def _imports(path: Path) -> set[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
             found |= {module} | {f"{module}.{a.name}" for a in node.names}
+    if "gather(globals())" in text:  # the modules of a folder of checks
+        found |= {".".join([*package, p.stem]) for p in path.parent.glob("[!_]*.py")}
     return {m for m in found if m.startswith("shardbook.") and _file(m)}
 
 

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 import shardbook as sb
-from shardbook.checks import communication, expert_parallel, tensor_parallel
+from shardbook.chapters import exercises
+from shardbook.checks import communication, expert_parallel, tensor_parallel, tensors
 from shardbook.checks import report as framework
-from shardbook.checks.report import Report, Wrong, check, close, refuses, same, unchanged
+from shardbook.checks.compare import all_close, close, random, refuses, same, unchanged
+from shardbook.checks.report import Report, check, checks_of
+from shardbook.checks.wrong import Wrong, hints
 from shardbook.notebook import progress
 
 
@@ -177,18 +180,52 @@ def test_close_fails_for_everything_that_differs():
     close(expected + torch.tensor([[5e-6, 1e-3], [0, 0]]), expected, "it")  # 1e-3 of 200
     for other, says in [
         (expected + 1e-3, "off by"),
-        (expected.nan_to_num(0.0), "off by inf"),
-        (-expected, "off by"),
+        (expected.nan_to_num(0.0), "at \\[1, 0\\], expected inf"),
+        (-expected, "-inf at \\[1, 0\\], expected inf"),
+        (-expected.nan_to_num(7.0).clamp(max=300), "at \\[1, 0\\], expected inf"),
         (expected.double(), "float64, expected torch.float32"),
         (expected[0], "shape \\[2\\], expected \\[2, 2\\]"),
         (expected.tolist(), "list, expected a tensor"),
-        (torch.full_like(expected, float("nan")), "off by inf"),
+        (torch.full_like(expected, float("nan")), "nan at \\[0, 0\\], expected 1"),
+        (expected.where(expected != 1, float("inf")), "is inf at \\[0, 0\\], expected 1"),
+        (None, "None, expected a tensor: is a return missing"),
     ]:
         with pytest.raises(Wrong, match=says):
             close(other, expected, "it")
     with pytest.raises(Wrong, match="1 of 3 places"):
         close(torch.tensor([1, 2, 4]), torch.tensor([1, 2, 3]), "it")
     close(torch.zeros(0, 3), torch.zeros(0, 3), "it")
+
+
+@pytest.mark.parametrize(
+    ("what", "verb"),
+    [
+        ("the tokens", "are"),
+        ("the loss of the tokens", "is"),
+        ("the logits for k=2", "are"),
+        ("for strides (12, 1) the result", "is"),
+        ("the gradient of the weights on rank 1 of 2", "is"),
+        ("dq and dk on rank 1", "are"),
+        ("the bias", "is"),
+        ("lse for 300", "is"),
+        ("weights for k=2", "are"),
+    ],
+)
+def test_words_agree_in_number(what, verb):
+    with pytest.raises(Wrong, match=f"^{re.escape(what)} {verb} off by 1"):
+        close(torch.ones(2), torch.zeros(2), what)
+
+
+def test_what_holds_and_what_does_not_is_told():
+    one, two = torch.zeros(2), torch.ones(2)
+    all_close({"out": (one, one), "dq": (two, two)})
+    with pytest.raises(Wrong) as found:
+        all_close(
+            {"out": (one, one), "dq": (two, two), "dk": (one, two), "dv": (None, two)}, "rank 1"
+        )
+    assert str(found.value) == (
+        "dk on rank 1 is off by 1 at [0] (tolerance 1e-05); dv is wrong too; out and dq hold"
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,8 +272,8 @@ def test_unchanged_sees_writes():
 
 
 def test_random_data_is_the_same_everywhere():
-    assert torch.equal(framework.random(3, 5), framework.random(3, 5))
-    assert not torch.equal(framework.random(3, 5), framework.random(3, 5, seed=1))
+    assert torch.equal(random(3, 5), random(3, 5))
+    assert not torch.equal(random(3, 5), random(3, 5, seed=1))
 
 
 def test_a_hang_ends_the_check():
@@ -248,11 +285,98 @@ def test_a_hang_ends_the_check():
     assert report.hint == "h" and "rank 1 never came" in report.properties[0].detail
 
 
+def test_each_failure_gets_the_hint_for_its_kind():
+    @check("shifted")
+    def shifted(answer, report):
+        by_kind = hints("add 1", shape="keep the shape", dtype="no cast", hang="wait for it")
+        with report.property("adds 1", hint=by_kind):
+            close(answer(torch.zeros(2)), torch.ones(2), "the result")
+        with report.property("gives the sizes", hint="ask for the shape"):
+            same(answer(torch.zeros(2)).shape, (2,), "the shape")
+
+    cases = [
+        (lambda x: x, "add 1"),
+        (lambda x: x[:1] + 1, "keep the shape"),
+        (lambda x: x.double() + 1, "no cast"),
+        (lambda x: None, "a function without a return gives None"),
+        (raises(TypeError("f() takes no arguments of mine")), "add 1"),
+    ]
+    for answer, hint in cases:
+        assert shifted.examine(answer).properties[0].hint.startswith(hint)
+    found = tensors.contiguous_strides.examine(lambda: None).hint
+    assert found.startswith("it is called with the arguments of the exercise")
+    lines = shifted.examine(lambda x: x[:1]).lines()
+    assert [line.split(":")[0] for line in lines] == [
+        *("✗ adds 1", "  hint", "✗ gives the sizes", "  hint")
+    ]
+    with pytest.raises(Wrong) as found:
+        same([3, 1], (3, 1), "the strides")
+    assert found.value.hint == "the entries are right: return a tuple, not a list"
+
+
+def test_the_line_of_the_answer_is_told_and_none_of_ours():
+    def answer(x):
+        return torch.stack([x, torch.zeros(3)])
+
+    at = f"(test_framework.py:{answer.__code__.co_firstlineno + 1})"
+    assert verdict(lambda x: 6 if x == 3 else answer(x)).properties[1].detail.endswith(at)
+
+    def boom(*args, **options):
+        raise ValueError("no")
+
+    for chapters_check in (tensor_parallel.copy_to_group, communication.ring_all_gather):
+        found = chapters_check.examine(boom, first_only=True)
+        assert re.fullmatch(
+            r"ranks 0-3 raised ValueError: no \(test_framework.py:\d+\)\n"
+            r"    test_framework.py:\d+ in boom: raise ValueError.*",
+            found.properties[0].detail,
+        )
+        (found,) = chapters_check.examine(lambda: 6, first_only=True).properties
+        assert re.fullmatch(
+            r"ranks? [0-3-]+ raised TypeError: .*<lambda>\(\) [^\n(]*", found.detail.split("\n")[0]
+        )
+        assert found.hint.startswith("it is called with the arguments")
+
+
+def test_a_run_that_failed_counts_once():
+    @check("once")
+    def once(answer, report):
+        for name in ("first", "second"):
+            with report.property(name, hint=f"the {name} hint"):
+                report.ranks(on_rank, 2, answer)
+        with report.property("another run", hint="another hint"):
+            report.ranks(on_rank_twice, 2, answer, [1, 2])
+
+    found = once.examine(raises(ValueError("no")))
+    assert [p.status for p in found.properties] == ["failed", "not examined", "failed"]
+    assert [p.ok for p in found.properties] == [False] * 3 and found.status == "wrong"
+    assert "– second: not examined, a line above failed" in found.lines()
+    assert "the second hint" not in "\n".join(found.lines())
+    assert once.examine(lambda x: x).status == "right"
+
+
+def on_rank_twice(answer, values):
+    return [answer(v) for v in values]
+
+
+def test_a_run_is_made_once_for_a_case():
+    report, made = Report("x"), []
+    report._run = lambda *args, **kwargs: made.append(args) or [1]
+    for _ in range(2):
+        report.ranks(on_rank, 2, double, [1, "a"])
+        report.ranks(on_rank, 2, double, [1, "b"])
+        report.ranks(on_rank, 4, double, [1, "b"])
+    assert len(made) == 3
+
+
+def test_a_folder_of_checks_is_one_module():
+    names = set(checks_of(tensor_parallel))
+    assert set(exercises(22)) == names and tensor_parallel.row_parallel_linear.exercise in names
+
+
 def test_the_notebook_check_tells_progress(monkeypatch, capsys):
     told = []
     monkeypatch.setattr(progress, "record_in_notebook", lambda *a: told.append(a[:3]))
-    from shardbook.checks import tensors
-
     tensors.contiguous_strides(lambda shape: None)
     assert told == [(11, "contiguous_strides", "wrong")]
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .. import calls
 from ..devices import device
-from .report import Report, check, close, expect, random, refuses, same
+from .compare import close, expect, random, refuses, same
+from .report import Report, check
 
 GROUPS = [(2,), (1, 3), (0, 2, 3), (0, 1, 2, 3)]
 MEMBERS = (

@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .. import calls
 from ..devices import device
+from .compare import close, expect, random, refuses, same, total, unchanged
 from .groups import last_ranks
-from .report import check, close, expect, random, refuses, same, total, unchanged
+from .report import check
 
 SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
 B, H, HKV, S, D = 2, 12, 6, 48, 5  # 48 positions divide by twice each group size

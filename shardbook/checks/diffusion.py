@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..devices import device
+from .compare import close, expect, random, refuses, same, unchanged
 from .groups import held
-from .report import check, close, expect, random, refuses, same, unchanged
+from .report import check
 
 
 class _Dtypes(TorchDispatchMode):

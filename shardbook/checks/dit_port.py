@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from .. import calls
 from ..devices import device
+from .compare import close, expect, random, refuses, same, total, unchanged
 from .diffusion import block_by_formula, fill, narrow, turn
 from .groups import held, last_ranks, tensors_of
-from .report import check, close, expect, random, refuses, same, total, unchanged
+from .report import check
 
 SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
 

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..devices import device
+from .compare import close, expect, random, same, unchanged
 from .groups import tensors_of
-from .report import check, close, expect, random, same, unchanged
+from .report import check
 
 # (B, H, S, T, D): pairwise distinct, lengths that no block size divides, S above and below T
 SHAPES = [(2, 3, 37, 53, 5), (1, 2, 70, 41, 9), (3, 1, 1, 19, 4), (2, 1, 150, 131, 7)]

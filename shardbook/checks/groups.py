@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..calls import record
-from .report import Wrong, expect, refuses
+from .compare import expect, refuses
+from .wrong import Wrong
 
 ROUNDS = ([[0, 1, 2, 3]], [[1, 3], [0, 2]], [[0, 2, 3], [1]])
 
@@ -39,8 +40,9 @@ def in_groups(case: Callable, answer: Any, *args) -> dict[int, dict]:
     return results
 
 
-def last_ranks(sizes: tuple[int, ...] = (1, 2, 3, 4)) -> Iterator[tuple[int, Any, int]]:
-    """(size, group, place in it) on the last `size` of all ranks, every size in turn.
+def last_ranks(sizes: tuple[int, ...] = (4, 3, 2, 1)) -> Iterator[tuple[int, Any, int]]:
+    """(size, group, place in it) on the last `size` of all ranks, every size in turn, the world
+    first: what is wrong with the algorithm shows before what is wrong with groups.
 
     Yields only on the ranks that are in the group, whose first is not global rank 0.
     """

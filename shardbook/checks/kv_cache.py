@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from ..devices import device
+from .compare import close, expect, random, refuses, same, unchanged
 from .groups import held, tensors_of
-from .report import check, close, expect, random, refuses, same, unchanged
+from .report import check
 
 B, HKV, D = 3, 2, 5
 

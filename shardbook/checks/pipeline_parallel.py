@@ -11,8 +11,9 @@ from torch import nn
 from .. import calls
 from ..devices import device
 from ..memory import held_bytes
+from .compare import close, expect, random, refuses, same, total
 from .groups import last_ranks
-from .report import check, close, expect, random, refuses, same, total
+from .report import check
 
 SHAPES = [(4, 8), (3, 5), (5, 2), (2, 1), (1, 3)]  # (stages, micro-batches)
 

@@ -8,28 +8,26 @@ holds depends on the machine: a worst error is told only when it is too large.
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
-import numbers
-import re
+import pkgutil
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from ..chapters import chapter_of
-from ..notebook import lab, progress
+from ..notebook import progress
 from ..ranks import run
 from ..ranks.result import NotWritten, RankError
+from .wrong import Hint, Wrong, hint_for, noting, say, unwritten
+
+RUNS = "runs"  # the property that fails when the answer raises outside all others
 
 
-class Wrong(AssertionError):
-    """A property does not hold; the message says what was expected and what came."""
+class NotExamined(Exception):
+    """A property needs what a run that failed did not leave; that was told in a line above."""
 
 
 class _Stop(Exception):
@@ -43,9 +41,11 @@ class Property:
     name: str
     ok: bool
     detail: str = ""
+    hint: str = ""
+    status: str = ""  # "ok", "failed", or "not examined" where a run that it needs has failed
 
-
-RUNS = "runs"  # the property that fails when the answer raises outside all others
+    def __post_init__(self):
+        self.status = self.status or ("ok" if self.ok else "failed")
 
 
 @dataclasses.dataclass
@@ -55,17 +55,21 @@ class Verdict:
     exercise: str
     status: str
     properties: list[Property]
-    hint: str
+    hint: str  # of the first property that failed
     seconds: float
 
     def lines(self) -> list[str]:
         """The verdict as people read it, the same on every machine when all holds."""
         if self.status == "not written":
             return [f"✎ {self.exercise} is not written yet"]
-        lines = []
+        lines, told = [], {""}
         for p in self.properties:
-            lines.append(f"{'✓' if p.ok else '✗'} {p.name}" + (f": {p.detail}" if p.detail else ""))
-        if self.hint:
+            mark = {"ok": "✓", "failed": "✗"}.get(p.status, "–")
+            lines.append(f"{mark} {p.name}" + (f": {p.detail}" if p.detail else ""))
+            if p.hint not in told:  # two properties may fail for one reason
+                lines.append(f"  hint: {p.hint}")
+            told.add(p.hint)
+        if self.hint not in told:
             lines.append(f"  hint: {self.hint}")
         return lines
 
@@ -76,29 +80,41 @@ class Report:
     def __init__(self, exercise: str, first_only: bool = False, timeout: float = 30):
         self.exercise, self.first_only, self.timeout = exercise, first_only, timeout
         self.properties: list[Property] = []
-        self.hint = ""
         self.written = True
+        self._runs: dict[tuple, _Run] = {}
+
+    @property
+    def hint(self) -> str:
+        """The hint of the first property that failed."""
+        return next((p.hint for p in self.properties if p.hint), "")
 
     @contextlib.contextmanager
-    def property(self, name: str, hint: str = "") -> Iterator[None]:
-        """A property named as a learner reads it, and the hint shown if it is the first to fail."""
+    def property(self, name: str, hint: Hint = "") -> Iterator[None]:
+        """A property named as a learner reads it, and the hint, or hints by kind, if it fails."""
         try:
             yield
         except _Stop:
             raise
         except KeyboardInterrupt:  # the person at the keyboard
             raise
+        except NotExamined:
+            self._not_examined(name)
         except BaseException as error:  # sys.exit and the like too
-            if _unwritten(error):
+            if unwritten(error):
                 self.written = False
                 raise _Stop from error
-            said = "not examined, a line above failed" if self._follows(error) else _say(error)
-            self.properties.append(Property(name, False, said))
-            self.hint = self.hint or hint
-            if self.first_only or _hung(error):
+            if self._follows(error):
+                self._not_examined(name)
+                return
+            self.properties.append(Property(name, False, say(error), hint_for(error, hint)))
+            if self.first_only or getattr(error, "hung", False):
                 raise _Stop from error
         else:
             self.properties.append(Property(name, True))
+
+    def _not_examined(self, name: str) -> None:
+        why = "not examined, a line above failed"
+        self.properties.append(Property(name, False, why, status="not examined"))
 
     def _follows(self, error: BaseException) -> bool:
         """The check itself lacks a variable or an entry that a failed property would have set."""
@@ -108,66 +124,54 @@ class Report:
         return failed and ours and isinstance(error, (UnboundLocalError, KeyError))
 
     def ranks(self, fn: Callable, world_size: int, *args, **kwargs) -> list:
-        """``fn(*args, **kwargs)`` on real ranks; the values by rank. A failing rank is a Wrong."""
+        """``fn(*args, **kwargs)`` on real ranks; the values by rank. A failing rank is a Wrong.
+
+        The same call again gives the same values, without running; where it failed, that was told,
+        and NotExamined says so.
+        """
+        key = (fn, world_size, _frozen(args), _frozen(kwargs))
+        if key not in self._runs:
+            self._runs[key] = kept = _Run((args, kwargs))
+            try:
+                kept.values = self._run(fn, world_size, *args, **kwargs)
+            except BaseException:
+                kept.failed = True
+                raise
+        if self._runs[key].failed:
+            raise NotExamined
+        return self._runs[key].values
+
+    def _run(self, fn: Callable, world_size: int, *args, **kwargs) -> list:
+        options = {"world_size": world_size, "timeout": self.timeout}
         try:
-            return run(fn, *args, world_size=world_size, timeout=self.timeout, **kwargs).values
+            return run(noting, fn, *args, **options, **kwargs).values
         except NotWritten:
             raise
         except RankError as error:
             wrong = [e for e in getattr(error, "causes", {}).values() if isinstance(e, Wrong)]
             if wrong:
                 raise wrong[0] from error
-            first = _text(error).partition("\n")[0]
-            at = re.search(r"\((\w+\.py):\d+\)$", first)
-            ours = at and (Path(__file__).parent / at[1]).exists()  # a line of a check
-            if ours and "'NoneType' object" in first:
-                raise Wrong(NOTHING) from error
             raise
 
 
-NOTHING = "something came back as None: is a return missing?"
+@dataclasses.dataclass
+class _Run:
+    """What came of a run. It holds the arguments, so that their ids stay theirs."""
+
+    args: tuple
+    values: list = dataclasses.field(default_factory=list)
+    failed: bool = False
 
 
-def _hung(error: BaseException) -> bool:
-    return getattr(error, "hung", False)
-
-
-# What torch raises as NotImplementedError though the answer is written.
-_TORCHS_OWN = ("Could not run 'aten::", "Could not run 'c10d::", "Module [", "The operator '")
-
-
-def _unwritten(error: BaseException) -> bool:
-    """The answer says it is not written, here or on a rank; not an op that a backend lacks."""
-    if lab.unwritten(error):
-        return True
-    causes = getattr(error, "causes", None) if isinstance(error, NotWritten) else None
-    errors = list(causes.values()) if causes else [error]
-    return all(
-        isinstance(e, NotImplementedError) and not _text(e).startswith(_TORCHS_OWN) for e in errors
-    )
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error).strip()
-    except Exception:
-        return ""
-
-
-def _say(error: BaseException) -> str:
-    text = _text(error)
-    if "'NoneType' object" in text and _in_a_check(error):
-        text = NOTHING
-    elif not isinstance(error, (Wrong, RankError)):
-        text = f"raised {type(error).__name__}: {text.splitlines()[0] if text else '(no message)'}"
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= 2000 else f"{text[:2000]} … ({len(text):,} characters)"
-
-
-def _in_a_check(error: BaseException) -> bool:
-    """Whether it was raised by a line of a check and not of what it examines."""
-    frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("shardbook.checks.")
+def _frozen(value: Any) -> Any:
+    """A key of arguments: equal plain data is equal, everything else is only itself."""
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((_frozen(k), _frozen(v)) for k, v in value.items())
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return type(value), value
+    return type(value), id(value)
 
 
 def check(exercise: str) -> Callable:
@@ -181,18 +185,8 @@ def check(exercise: str) -> Callable:
         def examine(answer: Any, first_only: bool = False, timeout: float = 30) -> Verdict:
             report = Report(exercise, first_only, timeout)
             start = time.monotonic()
-            try:
-                fn(answer, report)
-            except _Stop:
-                pass
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                if _unwritten(error):
-                    report.written = False
-                else:  # raised outside a property, while the check prepared one
-                    report.properties.append(Property(RUNS, False, _say(error)))
-                    report.hint = report.hint or "call it yourself on a small input in a cell"
+            with contextlib.suppress(_Stop):
+                _examine(fn, answer, report)
             seconds = time.monotonic() - start
             if not report.written:
                 return Verdict(exercise, "not written", [], "", seconds)
@@ -219,98 +213,29 @@ def check(exercise: str) -> Callable:
     return decorate
 
 
+def _examine(fn: Callable, answer: Any, report: Report) -> None:
+    """What raises outside a property, while the check prepares one, fails a property of its own."""
+    before = len(report.properties)
+    try:
+        fn(answer, report)
+    except _Stop:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        with report.property(RUNS, "call it yourself on a small input in a cell"):
+            raise
+        assert len(report.properties) > before
+
+
 def checks_of(module: ModuleType) -> dict[str, Callable]:
-    """``{exercise name: check}`` of a chapter's module."""
+    """``{exercise name: check}`` of a chapter's module, or of the modules of its folder."""
     found = [c for c in vars(module).values() if callable(c) and hasattr(c, "exercise")]
     return {c.exercise: c for c in found}
 
 
-# What the properties are said with. Each raises Wrong with one sentence.
-
-
-def expect(condition: bool, message: str) -> None:
-    """The condition holds, or Wrong(message)."""
-    if not condition:
-        raise Wrong(message)
-
-
-def same(actual: Any, expected: Any, what: str) -> None:
-    """Equal, for what is no floating-point tensor."""
-    if isinstance(expected, Tensor):
-        close(actual, expected, what, tolerance=0.0)
-        return
-    number = (numbers.Number, np.generic)
-    kind = number if isinstance(expected, numbers.Number) else type(expected)
-    expect(isinstance(actual, kind), f"{what} is {_short(actual)}, expected {_short(expected)}")
-    expect(bool(actual == expected), f"{what} is {_short(actual)}, expected {_short(expected)}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 300 else f"{text[:300]}…"
-
-
-def close(actual: Any, expected: Tensor, what: str, tolerance: float = 1e-5) -> None:
-    """A tensor of expected's shape and dtype whose worst error is within tolerance.
-
-    The tolerance is absolute for values up to 1 and relative beyond, since sums in another order
-    differ by a few units in the last place of the largest term.
-    """
-    expect(isinstance(actual, Tensor), f"{what} is {type(actual).__name__}, expected a tensor")
-    shape, wanted = tuple(actual.shape), tuple(expected.shape)
-    expect(shape == wanted, f"{what} has shape {list(shape)}, expected {list(wanted)}")
-    expect(actual.dtype == expected.dtype, f"{what} is {actual.dtype}, expected {expected.dtype}")
-    if not expected.numel():
-        return
-    a, e = actual.detach().cpu(), expected.detach().cpu()
-    if not e.is_floating_point():
-        expect(torch.equal(a, e), f"{what} differs in {int((a != e).sum())} of {e.numel()} places")
-        return
-    a, e = a.double(), e.double()
-    alike = (a == e) | (a.isnan() & e.isnan())  # infinities of one sign are alike
-    error = torch.where(alike, 0.0, (a - e).abs() / e.abs().clamp(min=1.0))
-    worst = error.nan_to_num(nan=float("inf")).max().item()
-    where = [
-        int(i) for i in torch.unravel_index(error.nan_to_num(nan=float("inf")).argmax(), e.shape)
-    ]
-    expect(
-        worst <= tolerance,
-        f"{what} is off by {worst:.2g} at {where} (tolerance {tolerance:g})",
-    )
-
-
-def refuses(fn: Callable, *args, what: str, error: type[Exception] = ValueError, **kwargs) -> None:
-    """``fn(*args)`` raises `error` with a message that says something."""
-    try:
-        fn(*args, **kwargs)
-    except NotImplementedError:
-        raise
-    except error as e:
-        says = f"the message {str(e)!r}, too short to help" if str(e) else "no message"
-        expect(len(str(e)) > 8, f"the {error.__name__} for {what} has {says}")
-    except Exception as e:
-        raise Wrong(f"{what} raised {type(e).__name__} ({e}), expected {error.__name__}") from e
-    else:
-        raise Wrong(f"{what} was accepted, expected {error.__name__}")
-
-
-@contextlib.contextmanager
-def unchanged(what: str, *tensors: Tensor) -> Iterator[None]:
-    """The block leaves the tensors as they were."""
-    before = [t.detach().clone() for t in tensors]
-    yield
-    for i, (old, new) in enumerate(zip(before, tensors, strict=True)):
-        equal = torch.equal(old.nan_to_num(), new.detach().nan_to_num())
-        expect(equal, f"{what} changed its input {i + 1 if len(tensors) > 1 else ''}".rstrip())
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random normal data drawn on the CPU, the same on every device and rank; never constant."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
-
-
-def total(calls: Sequence, op: str) -> tuple[int, int]:
-    """(calls, bytes) of one operation in a list of `shardbook.calls.Call`."""
-    mine = [c for c in calls if c.op == op]
-    return len(mine), sum(c.nbytes for c in mine)
+def gather(package: dict[str, Any]) -> None:
+    """Put the checks of all modules of a folder into the namespace of its ``__init__``."""
+    for found in pkgutil.iter_modules(package["__path__"]):
+        module = importlib.import_module(f"{package['__name__']}.{found.name}")
+        package.update({c.__name__: c for c in checks_of(module).values()})

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..devices import device
-from .report import check, close, expect, random, refuses, same, unchanged
+from .compare import close, expect, random, refuses, same, unchanged
+from .report import check
 
 SHAPES = [(), (5,), (2, 3, 4), (7, 2), (3, 1, 5), (1, 6), (4, 1), (2, 0, 3), (0,), (3, 4, 0), (1,)]
 DTYPE = "nothing is computed here, so bf16, integers and bools pass through as they are"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..devices import device
-from .report import check, expect, random, refuses, same
+from .compare import expect, random, refuses, same
+from .report import check
 
 EPSILON = 1.001  # nanoseconds: microseconds are written as floats
 

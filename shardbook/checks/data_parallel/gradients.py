@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ... import calls
 from ...devices import device
 from ...memory import held_bytes
+from ..compare import close, expect, random
 from ..groups import last_ranks
-from ..report import check, close, expect, random
+from ..report import check
 
 SIZES = (1, 2, 3, 4)  # group sizes
 

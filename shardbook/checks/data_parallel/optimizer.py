@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from ... import calls
 from ...devices import device
 from ...memory import held_bytes
+from ..compare import close, expect, random, same
 from ..groups import last_ranks
-from ..report import check, close, expect, random, same
+from ..report import check
 
 
 def _parameters(count: int = 7) -> list[nn.Parameter]:

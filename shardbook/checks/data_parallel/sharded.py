@@ -10,8 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ... import calls
 from ...devices import device
 from ...memory import held_bytes
+from ..compare import close, expect, random, refuses, same, total
 from ..groups import held, last_ranks
-from ..report import check, close, expect, random, refuses, same, total
+from ..report import check
 from .gradients import SIZES, on_cpu
 
 LAYERS = ((10, 13), (13, 9), (9, 14), (14, 7))

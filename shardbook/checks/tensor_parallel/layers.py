@@ -5,8 +5,9 @@ from torch import Tensor, nn
 
 from ...calls import record, summary
 from ...devices import device
+from ..compare import close, expect, random, refuses, same
 from ..groups import cut, each, held, in_groups, only_call, refusal
-from ..report import check, close, expect, random, refuses, same
+from ..report import check
 
 
 def linear(fan_in: int, fan_out: int, bias: bool = True, seed: int = 0) -> nn.Linear:

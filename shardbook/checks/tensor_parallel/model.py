@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ...calls import record, summary
 from ...devices import device
+from ..compare import close, expect, random, same
 from ..groups import cut, each, held, in_groups, only_call, refusal
-from ..report import check, close, expect, random, same
+from ..report import check
 from .layers import linear, step
 
 # Attention
