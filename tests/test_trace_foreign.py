@@ -10,6 +10,7 @@ import torch
 import shardbook as sb
 from shardbook.tracing import validate
 from shardbook.tracing.events import us
+from shardbook.tracing.layout import layout
 
 
 def write(path, trace):
@@ -162,3 +163,134 @@ def test_an_event_that_cannot_be_read_is_named(change):
 def test_save_takes_a_path_only():
     with pytest.raises(TypeError, match="takes a path, not 3"):
         sb.show([]).save(3)
+
+
+def slice_(name, tid=1, ts=0, dur=5, pid=1, **more):
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur, **more}
+
+
+@pytest.mark.parametrize(
+    "phase", ["i", "I", "C", "b", "n", "e", "s", "t", "f", "S", "N", "Ci", "zz"]
+)
+@pytest.mark.parametrize("length", [0.25, 1.5, 1e300, "x", None])
+def test_a_length_on_what_is_no_slice_means_nothing(phase, length, tmp_path):
+    odd = {"ph": phase, "name": "mark", "pid": 1, "tid": 1, "ts": 2, "id": 1, "dur": length}
+    shown = sb.show([slice_("op"), odd])
+    assert validate(shown.chrome()) == [] and names(shown) == ["op"]
+    assert all("dur" not in e for e in shown.chrome()["traceEvents"] if e["ph"] != "X")
+    shown.save(tmp_path / "t.json")
+    again = sb.show(tmp_path / "t.json").chrome()
+    assert again["traceEvents"] == shown.chrome()["traceEvents"]
+
+
+def arrows(trace):
+    """(category, the slice it leaves, the slice it reaches) of every flow."""
+    found, slices = {}, [e for e in trace.chrome()["traceEvents"] if e["ph"] == "X"]
+    for e in trace.chrome()["traceEvents"]:
+        if e["ph"] in ("s", "f"):
+            inside = [s for s in slices if s["tid"] == e["tid"]]
+            inside = [s["name"] for s in inside if s["ts"] < e["ts"] < s["ts"] + s["dur"]]
+            found.setdefault(e["id"], [e.get("cat")]).append(inside[-1])
+    return sorted(tuple(ends) for ends in found.values())
+
+
+def flow(ph, tid, ts, cat="a", name="a", id=1):
+    return {"ph": ph, "bp": "e", "cat": cat, "name": name, "id": id, "pid": 1, "tid": tid, "ts": ts}
+
+
+def test_flows_are_told_apart_by_category_name_and_id():
+    slices = [slice_("forward", 1, 0, 100), slice_("enqueue", 1, 200, 50)]
+    slices += [slice_("dequeue", 2, 300, 50), slice_("backward", 3, 400, 100)]
+    flows = [flow("s", 1, 10, "fwdbwd"), flow("f", 3, 410, "fwdbwd")]
+    flows += [flow("s", 1, 210, "queue"), flow("f", 2, 310, "queue")]
+    shown = sb.show(slices + flows)
+    assert arrows(shown) == [("fwdbwd", "forward", "backward"), ("queue", "enqueue", "dequeue")]
+    for e in flows:  # names alone tell them apart, too
+        e["cat"], e["name"] = "async", e["cat"]
+    assert len(arrows(sb.show(slices + flows))) == 2
+    assert validate(shown.chrome()) == [] and "left out" not in shown.title
+
+
+def test_a_flow_id_may_come_again():
+    slices = [slice_(f"a{i}", 1, 10 * i) for i in range(4)]
+    slices += [slice_(f"b{i}", 2, 10 * i + 5) for i in range(4)]
+    flows = [flow("s", 1, 10 * i + 1) for i in range(4)]
+    flows += [flow("f", 2, 10 * i + 6) for i in range(4)]
+    shown = sb.show(slices + flows)
+    assert arrows(shown) == [("a", f"a{i}", f"b{i}") for i in range(4)]
+    assert validate(shown.chrome()) == []
+    # all four under way at once: the first to start ends first
+    early = [flow("s", 1, 10 * i + 1) for i in range(4)]
+    late = [flow("f", 2, 50 + 10 * i) for i in range(4)]
+    later = [{**e, "ts": e["ts"] + 40} if e["tid"] == 2 else e for e in slices]
+    shown = sb.show(later + early + [{**e, "ts": e["ts"] - 4} for e in late])
+    assert arrows(shown) == [("a", f"a{i}", f"b{i}") for i in range(4)]
+    # steps between start and end are hops of their own, and the title says what is left out
+    steps = [flow("s", 1, 1), flow("t", 2, 6), flow("t", 1, 11), flow("f", 2, 16), flow("f", 2, 17)]
+    shown = sb.show(slices + steps, title="mine")
+    assert arrows(shown) == [("a", "a0", "b0"), ("a", "a1", "b1"), ("a", "b0", "a1")]
+    assert shown.title == "mine (left out: 1 × end of an arrow that joins no two slices)"
+
+
+def test_labels_and_order_of_processes_are_handed_on():
+    events = []
+    for pid, label, place in [(0, "GPU 0", 5_000_000), (1, "GPU 1", 5_000_001), (4242, "CPU", -1)]:
+        for name, args in [
+            ("process_name", {"name": "python"}),
+            ("process_labels", {"labels": label}),
+            ("process_sort_index", {"sort_index": place}),
+        ]:
+            events.append({"ph": "M", "name": name, "pid": pid, "tid": 0, "ts": 0, "args": args})
+        events.append(slice_("op", 7, 10, pid=pid))
+    where = {"ph": "M", "name": "thread_sort_index", "pid": 4242, "tid": 9}
+    events += [slice_("first", 9, pid=4242), {**where, "args": {"sort_index": -1}}]
+    events.append(
+        {"ph": "M", "name": "thread_name", "pid": 4242, "tid": 9, "args": {"name": "top"}}
+    )
+    shown = sb.show(events)
+    lanes = layout(shown.chrome())
+    assert list(lanes.processes.values()) == ["python CPU", "python GPU 0", "python GPU 1"]
+    assert [t.name for t in lanes.tracks if t.pid == 4242] == ["top", "7"]
+    assert validate(shown.chrome()) == []
+
+
+def test_a_process_in_which_nothing_happened_is_kept():
+    idle = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "rank 1"}}
+    shown = sb.show([slice_("op", pid=0), idle])
+    assert any(e["args"].get("name") == "rank 1" for e in shown.chrome()["traceEvents"][:6])
+    assert repr(shown) == "<Trace: 1 slices of 1 process>" and validate(shown.chrome()) == []
+
+
+def test_older_phases_become_those_of_today():
+    at = {"pid": 1, "tid": 1, "cat": "io", "id": 7}
+    old = [{"ph": "I", "name": "old instant", "ts": 1, "pid": 1, "tid": 1}]
+    old += [{"ph": p, "name": "read", "ts": t, **at} for p, t in [("S", 1), ("T", 2), ("F", 4)]]
+    shown = sb.show([slice_("op"), *old])
+    assert [e["ph"] for e in shown.chrome()["traceEvents"] if e["ph"] not in "MX"] == list("ibne")
+    tracks = {t.name: t for t in layout(shown.chrome()).tracks}
+    spans = [(s.name, s.ts, s.dur) for s in tracks["io"].slices]
+    assert spans == [("read", 1000, 3000), ("read", 2000, 0)]
+    assert shown.title == "" and "old instant" in [s.name for s in tracks["1"].slices]
+
+
+def test_what_is_left_out_is_said():
+    rest = [{"ph": p, "name": "o", "pid": 1, "tid": 1, "ts": 1, "id": "0x1"} for p in "NODPvEx"]
+    rest += [{"ph": "C", "name": "c", "pid": 1, "ts": 1, "args": [1]}]
+    shown = sb.show([slice_("op"), *rest], title="mine")
+    assert shown.title == (
+        "mine (left out: 1 × counter without values, 1 × end without a begin, 1 × event of phase "
+        "'x', 1 × memory dump, 3 × object, 1 × sample)"
+    )
+    assert "3 × object" in shown._repr_mimebundle_()["text/html"]
+
+
+def test_raw_control_characters_are_read(tmp_path):
+    name = "void kernel<int>\t(float*)\n\x01"
+    text = json.dumps([slice_("NAME")]).replace("NAME", name)
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(text)
+    (tmp_path / "raw.json").write_text(text)
+    shown = sb.show(tmp_path / "raw.json")
+    assert names(shown) == [name]
+    shown.save(tmp_path / "clean.json")
+    assert names(sb.show(json.loads((tmp_path / "clean.json").read_text()))) == [name]

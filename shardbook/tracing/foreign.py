@@ -1,6 +1,5 @@
 """Read Chrome traces that others wrote: torch.profiler, torch_npu.profiler, VizTracer, Perfetto."""
 
-import bisect
 import gzip
 import json
 import math
@@ -8,6 +7,7 @@ import os
 import zlib
 from collections import defaultdict
 
+from . import rare
 from .events import names_of, place, us
 from .merge import Trace
 
@@ -15,8 +15,9 @@ from .merge import Trace
 def show(trace: str | os.PathLike | dict | list | Trace, title: str = "") -> Trace:
     """Any Chrome trace as a `Trace` that displays inline: a path (also gzipped), a dict or list.
 
-    Slices that overlap on one thread, negative times and begin/end pairs are put in an order that
-    every viewer reads; nothing is dropped.
+    Slices that overlap on one thread, negative times, begin/end pairs and events of older formats
+    are put in an order that every viewer reads. What has no place there (objects, memory dumps, an
+    arrow whose end lies in no slice) is left out, and the title says so.
     """
     if isinstance(trace, Trace):
         return trace
@@ -30,6 +31,8 @@ def show(trace: str | os.PathLike | dict | list | Trace, title: str = "") -> Tra
         result.foreign = normalise(events, name)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(_malformed(events, name, error)) from error
+    if left_out := result.foreign.get("otherData", {}).get("left out"):
+        result.title = f"{title or 'trace'} (left out: {left_out})"
     return result
 
 
@@ -68,18 +71,26 @@ def read(path: str | os.PathLike) -> dict | list:
         raise ValueError(f"{path} is empty: expected a Chrome trace, as t.save(path) writes it")
     text = data.decode("utf-8-sig", errors="replace").strip()
     try:
-        return json.loads(text)
+        return _json(text)
     except RecursionError:
         raise ValueError(f"{path} is no Chrome trace: it is nested too deeply") from None
     except json.JSONDecodeError as error:
         if text.startswith("["):  # the format allows a file that was cut off
             try:
-                return json.loads(text.rstrip(", \n") + "]")
+                return _json(text.rstrip(", \n") + "]")
             except json.JSONDecodeError:
                 pass
         raise ValueError(
             f"{path} is no Chrome trace: not json ({error.msg} at {error.pos})"
         ) from None
+
+
+def _json(text: str) -> object:
+    """Also where a name holds a raw tab or line end, as kernels' names do: what is meant is clear.
+
+    `t.save` writes them escaped, so that every reader takes them.
+    """
+    return json.loads(text, strict=False)
 
 
 def listed(trace: dict | list, name: str = "this") -> list[dict]:
@@ -107,21 +118,22 @@ def nanoseconds(value: float | str | None) -> int:
 def complete(events: list[dict]) -> tuple[list[dict], list[dict]]:
     """(complete slices, all other events), times in ns; a B and its E become one X."""
     slices, others, open_ = [], [], defaultdict(list)
-    timed = [e | {"ts": nanoseconds(e.get("ts")), "began": e.get("ts")} for e in events]
-    timed = [e for e in timed if e["ph"] != "M"]
-    last = max((e["ts"] for e in timed), default=0)
-    for e in sorted(timed, key=lambda e: e["ts"]):
-        thread = (e.get("pid"), e.get("tid"))
+    timed = [
+        e | {"ts": nanoseconds(e.get("ts")), "began": e.get("ts")} for e in events if e["ph"] != "M"
+    ]
+    timed.sort(key=lambda e: e["ts"])
+    last = timed[-1]["ts"] if timed else 0
+    for e in timed:
         if e["ph"] == "X":
-            slices.append({**e, "dur": max(0, _end(e) - e["ts"])})
+            e["dur"] = max(0, _end(e) - e["ts"])
+            slices.append(e)
         elif e["ph"] == "B":
-            open_[thread].append(e)
-        elif e["ph"] == "E":
-            if open_[thread]:
-                begin = open_[thread].pop()
-                args = {**(begin.get("args") or {}), **(e.get("args") or {})}
-                end = {"ph": "X", "dur": e["ts"] - begin["ts"], "args": args}
-                slices.append({**begin, **end})
+            open_[e.get("pid"), e.get("tid")].append(e)
+        elif e["ph"] == "E" and open_[e.get("pid"), e.get("tid")]:
+            begin = open_[e.get("pid"), e.get("tid")].pop()
+            args = {**(begin.get("args") or {}), **(e.get("args") or {})}
+            end = {"ph": "X", "dur": e["ts"] - begin["ts"], "args": args}
+            slices.append({**begin, **end})
         else:
             others.append(e)
     for begin in (b for stack in open_.values() for b in stack):
@@ -138,32 +150,47 @@ def _end(event: dict) -> int:
 
 
 def normalise(trace: dict | list, name: str = "this") -> dict:
-    """The same trace as Perfetto reads it without loss: see `show`."""
+    """The same trace as Perfetto reads it without loss: see `show`.
+
+    otherData's "left out" says what this format has no place for.
+    """
     slices, others = complete(listed(trace, name))
     timed = [e for e in slices + others if e["ph"] != "M"]
     zero = min((e["ts"] for e in timed), default=0)
-    named = names(others)
+    named, order = names(others), _order(others)
     pids: dict = {}
     for e in timed:
         pids.setdefault(e.get("pid", 0), set()).add(e.get("tid", 0))
+    for kind, pid, _ in named:
+        if kind == "process_name":  # also of one where nothing happened: an idle rank
+            pids.setdefault(pid, set())
     numbers = _numbers(pids)
+    threads: dict[tuple, list[dict]] = defaultdict(list)
+    for e in slices:
+        threads[e.get("pid", 0), e.get("tid", 0)].append(e)
     meta, out = [], []
     moved: dict[tuple, int] = {}
     for pid, tids in pids.items():
-        threads, next_tid = {}, 1
-        for tid in sorted(tids, key=str):
-            mine = [e for e in slices if (e.get("pid", 0), e.get("tid", 0)) == (pid, tid)]
+        lanes_named, next_tid = {}, 1
+        for tid in sorted(tids, key=lambda tid, pid=pid: (order.get((pid, tid), 0), str(tid))):
+            mine = threads[pid, tid]
             lanes = place([(e["ts"], e["ts"] + e["dur"]) for e in mine])
             title = named.get(("thread_name", pid, tid), str(tid))
             moved[pid, tid] = next_tid
             for lane in range(max(lanes, default=0) + 1):
-                threads[next_tid + lane] = title if lane == 0 else f"{title} ({lane + 1})"
+                lanes_named[next_tid + lane] = title if lane == 0 else f"{title} ({lane + 1})"
             for e, lane in zip(mine, lanes, strict=True):
                 out.append({**e, "pid": numbers[pid], "tid": next_tid + lane})
             next_tid += max(lanes, default=0) + 1
-        meta += names_of(numbers[pid], named.get(("process_name", pid, None), str(pid)), threads)
-    flows = _flows(out, [_moved(e, numbers, moved) for e in others if e["ph"] in "sf"])
-    out += flows + [_moved(e, numbers, moved) for e in others if e["ph"] in "Cibne" and "name" in e]
+        title = named.get(("process_name", pid, None), str(pid))
+        meta += names_of(numbers[pid], title, lanes_named)
+        if any(key[1] is None for key in order):  # a place for one is a place for all
+            meta[-1 - 2 * len(lanes_named)]["args"]["sort_index"] = order.get((pid, None), 0)
+        if label := named.get(("process_labels", pid, None)):
+            at = {"ph": "M", "name": "process_labels", "pid": numbers[pid]}
+            meta.append(at | {"args": {"labels": label}})
+    more, left_out = rare.events([_moved(e, numbers, moved) for e in others if e["ph"] != "M"], out)
+    out += more
     out.sort(key=lambda e: (e["ts"], -e.get("dur", 0)))
     for e in out:
         e["ts"] = us(e["ts"] - zero)
@@ -173,7 +200,8 @@ def normalise(trace: dict | list, name: str = "this") -> dict:
         if "args" in e:
             e["args"] = _finite(e["args"])
         e.pop("began", None)
-    return {"traceEvents": meta + out, "displayTimeUnit": "ms"}
+    result = {"traceEvents": meta + out, "displayTimeUnit": "ms"}
+    return result | ({"otherData": {"left out": left_out}} if left_out else {})
 
 
 def _finite(value: object) -> object:
@@ -186,45 +214,34 @@ def _finite(value: object) -> object:
 
 
 def _moved(event: dict, pids: dict, tids: dict) -> dict:
+    """An event that is no slice at its new place; a length means nothing there."""
     pid, tid = event.get("pid", 0), event.get("tid", 0)
-    return {**event, "pid": pids[pid], "tid": tids[pid, tid]}
-
-
-def _flows(slices: list[dict], ends: list[dict]) -> list[dict]:
-    """Flows whose two ends lie in slices, moved by a nanosecond where they lie on an edge."""
-    threads = defaultdict(list)
-    for e in slices:
-        threads[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
-    starts = {}
-    for key, spans in threads.items():
-        spans.sort()
-        starts[key] = [start for start, _ in spans]
-    found = defaultdict(dict)
-    for e in ends:
-        key, at = (e["pid"], e["tid"]), e["ts"]
-        spans = threads[key]
-        last = bisect.bisect_right(starts.get(key, []), at)
-        if e["ph"] == "f" and e.get("bp") != "e" and last < len(spans):
-            at = spans[last][0]  # without bp an arrow ends at the next slice
-            last += 1
-        for start, end in reversed(spans[max(0, last - 64) : last]):
-            if start <= at <= end and end - start >= 2:
-                found[e.get("id")][e["ph"]] = {
-                    **{"name": "flow", **e, "ts": min(max(at, start + 1), end - 1)},
-                    **({"bp": "e"} if e["ph"] == "f" else {}),
-                }
-                break
-    whole = [f for f in found.values() if len(f) == 2 and f["s"]["ts"] <= f["f"]["ts"]]
-    return [{**f[ph], "id": number} for number, f in enumerate(whole, 1) for ph in ("s", "f")]
+    moved = {**event, "pid": pids[pid], "tid": tids[pid, tid]}
+    moved.pop("dur", None)
+    return moved
 
 
 def names(events: list[dict]) -> dict[tuple, str]:
-    """Names of processes and threads from the metadata events."""
+    """Names of processes and threads, and labels of processes, from the metadata events."""
+    found = {}
+    kinds = {"process_name": "name", "thread_name": "name", "process_labels": "labels"}
+    for e in events:
+        if e["ph"] == "M" and e.get("name") in kinds:
+            tid = e.get("tid", 0) if e["name"] == "thread_name" else None
+            value = (e.get("args") or {}).get(kinds[e["name"]], "")
+            found[e["name"], e.get("pid", 0), tid] = str(value)
+    return found
+
+
+def _order(events: list[dict]) -> dict[tuple, float]:
+    """The places that a trace gives its processes (pid, None) and threads (pid, tid)."""
     found = {}
     for e in events:
-        if e["ph"] == "M" and e.get("name") in ("process_name", "thread_name"):
-            tid = e.get("tid", 0) if e["name"] == "thread_name" else None
-            found[e["name"], e.get("pid", 0), tid] = str((e.get("args") or {}).get("name", ""))
+        if e["ph"] == "M" and e.get("name") in ("process_sort_index", "thread_sort_index"):
+            tid = e.get("tid", 0) if e["name"] == "thread_sort_index" else None
+            place = (e.get("args") or {}).get("sort_index")
+            if isinstance(place, (int, float)) and math.isfinite(place):
+                found[e.get("pid", 0), tid] = place
     return found
 
 

@@ -8,7 +8,8 @@ def validate(trace: dict) -> list[str]:
     """What Perfetto would drop or refuse, a sentence each; an empty list is a good trace.
 
     Slices of a thread are disjoint or nested, to the nanosecond and whether times are rounded or
-    cut; no time is negative; flows start and end strictly inside a slice, once each.
+    cut; no time is negative; flows, known by category, name and id together, start and end strictly
+    inside a slice, once each.
     """
     problems: list[str] = []
     try:
@@ -38,8 +39,8 @@ def validate(trace: dict) -> list[str]:
         if e["ph"] == "X":
             start, length = int(e["ts"] * 1000), int(e["dur"] * 1000)
             threads[e["pid"], e["tid"]].append((start, start + length, e["name"]))
-        elif e["ph"] in "sf":
-            flows[e["id"]].append(e)
+        elif e["ph"] in ("s", "f"):
+            flows[e.get("cat"), e["name"], e.get("id")].append(e)
     for (pid, tid), slices in threads.items():
         stack: list = []
         for start, end, name in sorted(slices, key=lambda s: (s[0], -s[1])):
@@ -48,7 +49,7 @@ def validate(trace: dict) -> list[str]:
             if stack and end > stack[-1][1]:
                 problems.append(f"{name!r} overlaps {stack[-1][2]!r} on pid {pid}, tid {tid}")
             stack.append((start, end, name))
-    for number, ends in flows.items():
+    for (_, _, number), ends in flows.items():
         if sorted(e["ph"] for e in ends) != ["f", "s"]:
             problems.append(f"flow {number} has {[e['ph'] for e in ends]}, expected one s, one f")
             continue
