@@ -7,6 +7,7 @@ import sys
 COMMANDS = {  # name: (module with main(arguments) -> exit code, what it does)
     "check": ("shardbook.checks.cli", "examine the answers of a chapter: check 22 answers.py"),
     "progress": ("shardbook.notebook.progress", "which exercises you have passed"),
+    "diff": ("shardbook.tracing.diff_cli", "where two saved traces differ: diff A.json B.json"),
     "doctor": ("shardbook.doctor", "which device is used, and why not another"),
     "port": ("shardbook.port.cli", "find what a CUDA project does that an NPU does not"),
 }

@@ -63,6 +63,7 @@ class Call:
     end_ns: int | None = None  # when the op returned, or its work was waited for, or was done
     where: str = ""  # "file:line" of the caller outside torch and this module
     group_name: str = ""  # tells two groups of the same ranks apart
+    label: str = ""  # what the program calls the group, if it does: new_group(group_desc="tp")
     tag: int = 0  # of send and recv
     is_async: bool = False  # a work was handed out, not waited for inside the call itself
     events: tuple = ()  # device events at the start and the end, while `clock` is set
@@ -286,9 +287,15 @@ def _describe(name: str, args: tuple) -> tuple[Call, set[int]]:
         start_ns=time.monotonic_ns(),
         where=_caller(),
         group_name=group.group_name if group is not None else "",
+        label=_label(group.group_desc) if group is not None else "",
         tag=tag,
     )
     return call, {x.data_ptr() for x in tensors if x.layout is torch.strided and x.numel()}
+
+
+def _label(description: str) -> str:
+    """A group's name, if the program or its mesh gave it one: torch has words for "none"."""
+    return "" if description in ("default_pg", "undefined") else description.removeprefix("mesh_")
 
 
 _PASSED = ("torch", "shardbook.calls", "typing_extensions", "functools", "contextlib")

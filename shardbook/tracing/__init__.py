@@ -1,12 +1,15 @@
 """Record, merge and show traces: ``with sb.trace(model) as t: …``; ``t`` displays inline.
 
 record.py notes what a rank does, timeline.py turns the notes into slices, merge.py puts all ranks
-on one timeline, events.py writes the Chrome format, tables.py prints, view.py draws.
+on one timeline, events.py writes the Chrome format, tables.py prints, view.py draws. diff.py
+compares two traces: steps.py reads them, align.py puts them side by side, before.py knows what
+happened before what, words.py says it.
 """
 
 from .foreign import show
 from .merge import Trace, merge
 from .record import label, mark, pace, trace
+from .steps import expected_calls
 from .validate import validate
 
-__all__ = ["Trace", "label", "mark", "merge", "pace", "show", "trace", "validate"]
+__all__ = ["Trace", "expected_calls", "label", "mark", "merge", "pace", "show", "trace", "validate"]

@@ -69,6 +69,14 @@ class Trace:
         """Per rank, collective and group: calls, bytes (of the full tensor, as `Call`), time."""
         return comm_table(self._finished())
 
+    def diff(self, expected: Any, *, modules: bool = False, order: str = "rank") -> Any:
+        """What differs from the expected trace (a Trace, a Result or a saved file's path), first
+        the call that no other difference precedes; see `shardbook.tracing.diff.diff`.
+        """
+        from .diff import diff
+
+        return diff(self, expected, modules=modules, order=order)
+
     def _finished(self) -> list[RankTrace]:
         if self.foreign is not None:
             raise ValueError("this trace was read from a file: it has slices only, no tables")

@@ -168,7 +168,9 @@ class RankTrace:
 
     def call_slices(self) -> list[Slice]:
         """One slice a collective or point-to-point call, in their order."""
-        out, counts = [], {}
+        out, counts, named = [], {}, {}
+        for call in self.calls:
+            named.setdefault(call.group, set()).add(call.group_name)
         for call in self.calls:
             kind = "p2p" if call.op in ("send", "recv") else "collective"
             name = call.op
@@ -179,6 +181,9 @@ class RankTrace:
             args |= {"group": list(call.group), "number": number, "where": call.where}
             if call.peer is not None:
                 args["peer" if kind == "p2p" else "root"] = call.peer
+            told = {"label": call.label, "tag": call.tag}
+            told |= {"group name": call.group_name if len(named[call.group]) > 1 else ""}
+            args |= {name: value for name, value in told.items() if value}
             if len(call.events) == 2:
                 args["device ms"] = round(call.events[1] - call.events[0], 4)
             if call.complete is False:
