@@ -25,7 +25,7 @@ _HOMES = {
     "pace": "tracing.record",
     "predict": "notebook.lab",
     "run": "ranks",
-    "show": "tracing.foreign",
+    "show": "tracing.shown",
     "trace": "tracing.record",
 }
 _ROOMS = {"plot": "pictures.plot", "port": "port"}  # modules by the name that people type

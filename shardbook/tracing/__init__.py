@@ -6,10 +6,10 @@ compares two traces: steps.py reads them, align.py puts them side by side, befor
 happened before what, words.py says it.
 """
 
-from .foreign import show
+from .expected import expected_calls
 from .merge import Trace, merge
 from .record import label, mark, pace, trace
-from .steps import expected_calls
+from .shown import show
 from .validate import validate
 
 __all__ = ["Trace", "expected_calls", "label", "mark", "merge", "pace", "show", "trace", "validate"]

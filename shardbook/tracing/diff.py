@@ -10,7 +10,7 @@ from typing import Any
 
 from .align import Column, align, differences
 from .before import pasts
-from .steps import P2P, Step, comparable, load, steps
+from .steps import P2P, Step, comparable, steps
 from .words import count, ranks_text, sentence
 
 
@@ -69,8 +69,8 @@ def diff(
     if order not in ("rank", "group"):
         raise ValueError(f'order is "rank" or "group", not {order!r}')
     here, there = names or ("the trace", "the expected trace")
-    want = steps(load(expected, there), modules, there)
-    have = steps(load(got, here), modules, here)
+    want = steps(expected, modules, there)
+    have = steps(got, modules, here)
     if set(want) != set(have):
         wanted, found = (ranks_text(sorted(w)) for w in (want, have))
         text = f"expected {count(len(want), 'rank')} ({wanted}), got {len(have)} ({found})"

@@ -9,31 +9,19 @@ from collections import defaultdict
 
 from . import rare
 from .events import names_of, place, us
-from .merge import Trace
 
 
-def show(trace: str | os.PathLike | dict | list | Trace, title: str = "") -> Trace:
-    """Any Chrome trace as a `Trace` that displays inline: a path (also gzipped), a dict or list.
-
-    Slices that overlap on one thread, negative times, begin/end pairs and events of older formats
-    are put in an order that every viewer reads. What has no place there (objects, memory dumps, an
-    arrow whose end lies in no slice) is left out, and the title says so.
-    """
-    if isinstance(trace, Trace):
-        return trace
+def load(trace: str | os.PathLike | dict | list) -> tuple[dict, str]:
+    """(the trace as Perfetto reads it without loss, what it had to leave out in words)."""
     name = "this"
     if isinstance(trace, (str, os.PathLike)):
-        title = title or os.path.basename(trace)
         name, trace = str(trace), read(trace)
-    result = Trace(title=title)
     events = listed(trace, name)
     try:
-        result.foreign = normalise(events, name)
+        chrome = normalise(events, name)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise ValueError(_malformed(events, name, error)) from error
-    if left_out := result.foreign.get("otherData", {}).get("left out"):
-        result.title = f"{title or 'trace'} (left out: {left_out})"
-    return result
+    return chrome, chrome.get("otherData", {}).get("left out", "")
 
 
 def _malformed(events: list[dict], name: str, error: Exception) -> str:
@@ -150,7 +138,7 @@ def _end(event: dict) -> int:
 
 
 def normalise(trace: dict | list, name: str = "this") -> dict:
-    """The same trace as Perfetto reads it without loss: see `show`.
+    """The same trace as Perfetto reads it without loss: see `shown.show`.
 
     otherData's "left out" says what this format has no place for.
     """

@@ -7,14 +7,10 @@ Chrome trace that `t.save` writes.
 import dataclasses
 import os
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
 from typing import Any
 
-from ..calls import OPS, ROOTED
-from .events import names_of
-from .foreign import show
-from .merge import Trace
+from . import foreign
 
 P2P = ("send", "recv")
 
@@ -41,21 +37,24 @@ class Step:
         return (self.group, self.label, self.twin, bool(self.detail), *ends)
 
 
-def load(trace: Any, what: str = "this") -> Trace:
-    """The Trace that is meant by a Trace, a run's Result or a path; ValueError if none is."""
-    if isinstance(trace, (Trace, str, os.PathLike)):
-        return show(trace)
+def load(trace: Any, what: str = "this") -> tuple[dict, str]:
+    """(Chrome trace, name) of a Trace, a run's Result or a path; an error says if it is none."""
+    if isinstance(trace, (str, os.PathLike)):
+        return foreign.load(trace)[0], str(trace)
+    if hasattr(trace, "chrome"):
+        return trace.chrome(), trace.title or what
     if not hasattr(trace, "trace"):
         kind = type(trace).__name__
         raise TypeError(f"a trace is compared with a Trace, a run's Result or a path, not a {kind}")
     if trace.trace is None:
         raise ValueError(f"{what} was not traced: run it with sb.run(…, trace=True)")
-    return trace.trace
+    return load(trace.trace, what)
 
 
-def steps(trace: Trace, modules: bool = False, what: str = "this") -> dict[int, list[Step]]:
+def steps(trace: Any, modules: bool = False, what: str = "this") -> dict[int, list[Step]]:
     """Each rank's communication calls in the order in which it made them, modules' if asked for."""
-    events = trace.chrome()["traceEvents"]
+    chrome, what = load(trace, what)
+    events = chrome["traceEvents"]
     ranks: dict[Any, int] = {}
     for e in events:
         if e["ph"] == "M" and e["name"] == "process_name":
@@ -64,7 +63,7 @@ def steps(trace: Trace, modules: bool = False, what: str = "this") -> dict[int, 
                 ranks[e["pid"]] = int(named[1])
     if not ranks:
         raise ValueError(
-            f"{trace.title or what} is no trace of ranks: no process in it is called 'rank 0'; "
+            f"{what} is no trace of ranks: no process in it is called 'rank 0'; "
             "expected one that t.save(path) wrote"
         )
     found: dict[int, list[Step]] = {rank: [] for rank in sorted(ranks.values())}
@@ -73,7 +72,7 @@ def steps(trace: Trace, modules: bool = False, what: str = "this") -> dict[int, 
         if e["ph"] != "X" or e["pid"] not in ranks:
             continue
         rank = ranks[e["pid"]]
-        step = _call(e, trace.title or what) if e.get("cat") in ("collective", "p2p") else None
+        step = _call(e, what) if e.get("cat") in ("collective", "p2p") else None
         if modules and e.get("cat") in ("forward", "backward") and "type" in e.get("args", {}):
             step = _module(e)
         if step is not None:
@@ -134,45 +133,3 @@ def comparable(*both: dict[int, list[Step]]) -> list[dict[int, list[Step]]]:
         return dataclasses.replace(s, dtype=dtype, label=label)
 
     return [{rank: [less(s) for s in mine] for rank, mine in one.items()} for one in both]
-
-
-def expected_calls(
-    calls: Mapping[int, Iterable[tuple]], title: str = "expected", label: str = ""
-) -> Trace:
-    """The trace of calls that are written down, to compare a recorded one with.
-
-    calls gives each rank's in order: ``(op, bytes)`` for a collective of all ranks, ``(op, bytes,
-    peer)`` for send, recv and a collective with a root, ``(op, bytes, peer or None, group)`` for a
-    group, a list of ranks. Bytes are those of the full tensor, as `Call` counts them.
-    """
-    everyone, events = sorted(calls), []
-    for rank in everyone:
-        events += names_of(rank, f"rank {rank} (simulated)", {1: title})
-        numbers: Counter = Counter()
-        for i, call in enumerate(calls[rank]):
-            op, nbytes, peer, group = (*call, *[None] * (4 - len(call)))
-            group = everyone if group is None else sorted(group)
-            if op not in OPS.values() or (op in ROOTED) != (peer is not None):
-                raise ValueError(
-                    f"rank {rank}, step {i + 1}: {call} is no call; expected (op, bytes), and for "
-                    f"{', '.join(sorted(ROOTED))} (op, bytes, peer), op of "
-                    f"{', '.join(sorted(set(OPS.values())))}"
-                )
-            if rank not in group or (peer is not None and peer not in group):
-                raise ValueError(f"rank {rank}, step {i + 1}: {call} is outside of its {group}")
-            args = {"bytes": nbytes, "group": group, "number": numbers[op, tuple(group)]}
-            args |= {"label": label} if label else {}
-            numbers[op, tuple(group)] += 1
-            name = op
-            if op in P2P:
-                name = f"{op} {'to' if op == 'send' else 'from'} {peer}"
-            if peer is not None:
-                args["peer" if op in P2P else "root"] = peer
-            events.append(
-                {"ph": "X", "pid": rank, "tid": 1, "name": name, "ts": 10 * i, "dur": 8}
-                | {"cat": "p2p" if op in P2P else "collective", "args": args}
-            )
-    result = Trace(title=title)
-    order = sorted(events, key=lambda e: (e["ph"] != "M", e.get("ts", 0)))
-    result.foreign = {"traceEvents": order, "displayTimeUnit": "ms"}
-    return result
