@@ -1,16 +1,17 @@
 # Each target is enough on a fresh clone: it makes .venv and installs what it needs, once.
 #   make lab        open the book in JupyterLab           make book       build notebooks that changed
-#   make test       check everything                      make test-fast  the quick part of it
-#   make test-npu   the solutions on a stand-in npu       make bench      ratios against other tools
+#   make test       library, checks and notebooks         make test-fast  the quick part of it
+#   make test-all   also browser, stand-in npu, install   make test-npu   only the stand-in npu
+#   make bench      ratios against other tools
 PYTHON ?=
 ARGS ?=
 export PYTHON
 export JUPYTER_PREFER_ENV_PATH = 1
 
-.PHONY: help lab test test-fast test-npu book bench clean
+.PHONY: help lab test test-all test-rest test-fast test-npu book bench clean
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '2,5s/^# *//p' Makefile
 
 lab:
 	@sh tools/install.sh lab
@@ -20,6 +21,14 @@ lab:
 test:
 	@sh tools/install.sh test
 	@.venv/bin/python tools/test.py $(ARGS)
+
+test-all:
+	@sh tools/install.sh test
+	@.venv/bin/python tools/test.py all $(ARGS)
+
+test-rest:
+	@sh tools/install.sh test
+	@.venv/bin/python tools/test.py rest $(ARGS)
 
 test-fast:
 	@sh tools/install.sh test

@@ -1,12 +1,16 @@
 """For every test and notebook: outputs that do not depend on the devices, operators noted.
 
-With ``pytest -n 2`` the cells of a notebook stay together, in order, in one kernel.
+With ``pytest -n 2`` the cells of a notebook stay together, in order, in one kernel. Kernels come
+from tests/kernels.py, and a notebook that uses more CPU seconds than it may take fails.
 """
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests.kernels import Kernels
 
 # sb.run warns in the cell where there are fewer devices than ranks; nbval would compare that.
 _IGNORED = "ignore:More ranks than devices"
@@ -14,14 +18,38 @@ os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARN
 os.environ.setdefault("SHARDBOOK_LIVE", "0")  # output in one piece, however long a run takes
 
 
+KERNELS = Kernels() if sys.platform == "linux" else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A notebook's kernel on the stand-in npu notes its operators in a file of its name."""
-    folder = os.environ.get("SHARDBOOK_STANDIN_OPS_DIR")
-    if folder and item.path.suffix == ".ipynb":
+    if item.path.suffix != ".ipynb":
+        return
+    if KERNELS:
+        KERNELS.plain = item.path.name == Kernels.PLAIN
+    if folder := os.environ.get("SHARDBOOK_STANDIN_OPS_DIR"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         name = f"{item.path.parent.name}-{item.path.stem}.ops"
         os.environ["SHARDBOOK_STANDIN_OPS"] = str(Path(folder).absolute() / name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None):
+    """After a notebook's last cell: what its kernel and the ranks of that used is within limits."""
+    result = yield
+    last = nextitem is None or nextitem.path != item.path
+    if KERNELS and last and item.path.suffix == ".ipynb":
+        used = KERNELS.used_since_last()
+        if log := os.environ.get("SHARDBOOK_CPU_LOG"):
+            with open(log, "a") as file:
+                file.write(f"{used:.1f}\t{item.path.parent.name}/{item.path.name}\n")
+        from book.build import LIMIT, LIMITS
+
+        _, most = LIMITS.get(int(item.path.name[:2]), LIMIT)
+        if used > most and "SHARDBOOK_DEVICE_PLUGIN" not in os.environ:
+            pytest.fail(f"{item.path.name} used {used:.0f} CPU seconds, the limit is {most}")
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,3 +58,5 @@ def pytest_configure(config: pytest.Config) -> None:
     notebooks = config.getoption("nbval", False) or config.getoption("nbval_lax", False)
     if notebooks and config.getoption("dist", "no") == "load":
         config.option.dist = "loadfile"
+    if notebooks and KERNELS:
+        KERNELS.take_over()

@@ -44,6 +44,36 @@ def test_an_unsolved_lab_runs_from_top_to_bottom(chapter):
     assert not any(o.output_type == "error" for _, c in _code(lab) for o in c.outputs)
 
 
+@pytest.mark.parametrize("chapter", WITH_LAB, ids=ids(WITH_LAB))
+def test_a_solution_shows_the_verdict_of_every_check(chapter):
+    """So the reference passes its check, in `make test` and on the stand-in npu."""
+    solution = nbformat.read(ROOT / "solutions" / f"{chapter.name}.ipynb", as_version=4)
+    checked = {
+        name
+        for _, cell in _code(solution)
+        for name in re.findall(r"(?m)^check\.(\w+)\(", cell.source)
+        if any("✓" in o.get("text", "") for o in cell.outputs)
+    }
+    number = int(chapter.name[:2])
+    functions = _check_functions(number)
+    assert functions and functions <= checked
+
+
+def _check_functions(chapter: int) -> set[str]:
+    """The names of a chapter's functions under ``@check``, as a lab calls them."""
+    folder = ROOT / "shardbook" / "checks"
+    found = set()
+    for path in [
+        *folder.glob(f"{CHAPTERS[chapter]}.py"),
+        *folder.glob(f"{CHAPTERS[chapter]}/*.py"),
+    ]:
+        for node in ast.parse(path.read_text()).body:
+            calls = [d for d in getattr(node, "decorator_list", []) if isinstance(d, ast.Call)]
+            if any(getattr(d.func, "id", "") == "check" for d in calls):
+                found.add(node.name)
+    return found
+
+
 def _code(book):
     return [(i, c) for i, c in enumerate(book.cells) if c.cell_type == "code"]
 

@@ -100,7 +100,16 @@ def test_without_a_network_it_says_so_and_can_be_repeated(clone):
 def test_every_make_target_installs_first_and_calls_what_exists():
     text = (ROOT / "Makefile").read_text()
     alone = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}  # as in no `make`
-    for target in ("lab", "test", "test-fast", "test-npu", "book", "bench"):
+    for target in (
+        "lab",
+        "test",
+        "test-all",
+        "test-rest",
+        "test-fast",
+        "test-npu",
+        "book",
+        "bench",
+    ):
         done = subprocess.run(
             ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True, env=alone
         )
@@ -111,6 +120,7 @@ def test_every_make_target_installs_first_and_calls_what_exists():
     assert "test:" in text and "lab:" in text
 
 
+@pytest.mark.installation
 def test_make_lab_serves_the_first_notebook(tmp_path):
     wanted = subprocess.run(
         ["sh", "-c", 'echo "$PWD $(cksum < pyproject.toml)"'],
@@ -163,8 +173,14 @@ def test_make_lab_serves_the_first_notebook(tmp_path):
 
 def test_readme_and_ci_name_what_exists():
     ci = (ROOT / ".ci" / "run").read_text()
-    assert "make test" in ci and os.access(ROOT / ".ci" / "run", os.X_OK)
-    assert ".ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert "make test\n" in ci.replace(" ||", "\n") and "make test-rest" in ci
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert ".ci/run ${{ matrix.parts }}" in workflow
+    named = re.search(r"parts: \[(.*)\]", workflow)[1].replace('"', " ").replace(",", " ").split()
+    listed = [sys.executable, "tools/test.py", "--list"]
+    parts = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert sorted(named) == sorted(parts), "the jobs together run every part once"
     readme = (ROOT / "README.md").read_text()
     for path in re.findall(r"\]\(([^)#:]+)\)", readme):
         assert (ROOT / path).exists(), f"README links to {path}"
@@ -173,7 +189,7 @@ def test_readme_and_ci_name_what_exists():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.installation
 @pytest.mark.timeout(900)
 def test_env_yml_installs_the_project(tmp_path):
     import yaml

@@ -1,16 +1,25 @@
-"""Run the tests part by part: ``python tools/test.py [part …]``; all parts if none is named.
+"""Run the tests part by part: ``python tools/test.py [part …]``.
 
-Every part runs, also after one failed; the exit code is 0 only if all passed. The last lines say
-for each part how long it took and how its pytest run ended.
+Without a part: style, book, library, notebooks (`make test`). ``rest`` names the others, ``all``
+both. Every part runs, also after one failed; the exit code is 0 only if all passed. The last lines
+say for each part how long it took, what CPU time that was, with every rank and kernel, and how its
+pytest run ended; ``--table`` prints them as a table for DEVELOPING.md too.
+
+A test that passed and of which nothing has changed since is left out, and the number is said;
+``--all`` runs everything, as does CI (the variable CI is set). See tests/unchanged.py.
 """
 
 import argparse
+import datetime
 import os
+import platform
+import re
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from cpu import Meter
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = ["-m", "pytest", "-q"]
@@ -21,22 +30,29 @@ NPU = {  # tests/standin/README.md
     "SHARDBOOK_STANDIN": "4",
     "SHARDBOOK_STANDIN_OPS_DIR": ".cache/standin-ops",
 }
-ON_NPU = "not browser and not alone and not slow and not wrong_answer"
+LIBRARY = "not npu and not browser and not installation"
+ON_NPU = "not browser and not alone and not slow and not wrong_answer and not installation"
 NO_DEVICE = [  # what never makes a tensor on a device is tested once, in "library"
     f"--ignore=tests/{t}"
     for t in (
-        "port", "test_book.py", "test_setup.py", "test_check_cli.py", "test_style.py",
-        "test_framework.py", "test_trace_foreign.py", "test_view.py",
+        "port/test_cli.py", "port/test_rules.py", "test_book.py", "test_setup.py",
+        "test_check_cli.py", "test_style.py", "test_rooms.py", "test_framework.py",
+        "test_trace_foreign.py", "test_view.py",
     )
 ]  # fmt: skip
+ONE_DEVICE = [  # what differs with one device are runs of several ranks, which use the cpu
+    "solutions/13_communication.ipynb",
+    "solutions/22_tensor_parallel.ipynb",
+    "solutions/24_context_parallel.ipynb",
+]
 
 PARTS = {
     "style": [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."]],
     "book": [["book/build.py", "--check"]],
     # what measures time or starts 50 ranks runs alone, the rest two at a time
     "library": [
-        [*PYTEST, *TWO, "-m", "not npu and not browser and not alone", "--durations", "15"],
-        [*PYTEST, "-m", "alone and not npu and not browser", "--durations", "5"],
+        [*PYTEST, *TWO, "-m", f"{LIBRARY} and not alone", "--durations", "15"],
+        [*PYTEST, "-m", f"{LIBRARY} and alone", "--durations", "5"],
     ],
     "notebooks": [[*PYTEST, *TWO, *NBVAL, "notebooks", "solutions"]],
     "browser": [[*PYTEST, "-m", "browser", "tests/browser"]],
@@ -46,11 +62,16 @@ PARTS = {
         [*PYTEST, *TWO, *NBVAL, "notebooks", "solutions"],
         ["-m", "tests.standin.coverage"],
     ],
-    # the solutions on a single device, where runs of several ranks use the cpu
-    "npu-one": [[*PYTEST, *TWO, *NBVAL, "solutions"]],
-    "fast": [[*PYTEST, *TWO, "-m", "not npu and not browser and not alone and not slow"]],
+    "npu-one": [[*PYTEST, *TWO, *NBVAL, *ONE_DEVICE]],
+    "installation": [[*PYTEST, "-m", "installation", "tests"]],
+    "fast": [[*PYTEST, *TWO, "-m", f"{LIBRARY} and not alone and not slow"]],
 }
-ALL = ["style", "book", "library", "notebooks", "browser", "npu", "npu-one"]
+GROUPS = {
+    "test": ["style", "book", "library", "notebooks"],
+    "rest": ["browser", "npu", "npu-one", "installation"],
+}
+GROUPS["all"] = GROUPS["test"] + GROUPS["rest"]
+REMEMBERED = ("library", "notebooks", "fast")  # parts that leave out what passed and did not change
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -59,6 +80,7 @@ SETTINGS = {
     "PYTHONHASHSEED": "0",
     "PYTHONUNBUFFERED": "1",
 }
+CPU_LOG = ROOT / ".cache" / "notebook-cpu"
 
 
 def missing(part: str) -> str:
@@ -71,56 +93,87 @@ def missing(part: str) -> str:
     return ""
 
 
-def run(part: str) -> tuple[bool, str]:
+def run(part: str, everything: bool, meter: Meter) -> tuple[bool, str]:
     """(passed, how it ended) of one part; its output is shown as it comes."""
     lack = missing(part)
     if lack:
         print(lack, flush=True)
         return False, lack
-    env = os.environ | SETTINGS
+    env = os.environ | SETTINGS | {"SHARDBOOK_CPU_LOG": str(CPU_LOG)}
     if part in ("npu", "npu-one"):
         env |= NPU if part == "npu" else NPU | {"SHARDBOOK_STANDIN": "1"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    CPU_LOG.parent.mkdir(exist_ok=True)
+    CPU_LOG.unlink(missing_ok=True)
     passed, ends = True, []
     for command in PARTS[part]:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
+        plugin = part in REMEMBERED and not everything
+        process = meter.start(
+            [sys.executable, *command, *(["-p", "tests.unchanged"] if plugin else [])],
+            cwd=ROOT, env=env, stdout=-1, stderr=-2, text=True, errors="replace",
+        )  # fmt: skip
         last = ""
         for line in process.stdout:
             print(line, end="", flush=True)
+            if found := re.match(r"skipped \d+ tests: nothing they import changed", line):
+                ends.append(found[0])
             last = line.strip() or last
         nothing_selected = process.wait() == 5 and "pytest" in command
         ok = process.returncode == 0 or nothing_selected
         passed &= ok
         ends.append(last.strip("= ") if "pytest" in command else ("ok" if ok else last))
+    if CPU_LOG.exists():
+        rows = sorted(CPU_LOG.read_text().splitlines(), key=lambda r: -float(r.split("\t")[0]))
+        print("\nCPU seconds of each notebook, with its ranks:")
+        print("\n".join(f"{float(r.split()[0]):8.1f}  {r.split()[1]}" for r in rows))
     return passed, "; ".join(ends)
+
+
+def machine() -> str:
+    """This machine in words."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    model = platform.processor() or platform.machine()
+    if (info := Path("/proc/cpuinfo")).exists():
+        named = re.search(r"model name\s*: (.*)", info.read_text())
+        model = named[1] if named else model
+    return f"{cores} cores of {model}, {platform.system()}, Python {platform.python_version()}"
 
 
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; default: {', '.join(ALL)}")
-    parts = parser.parse_args().part or ALL
+    parser.add_argument("part", nargs="*", help=f"of {', '.join([*GROUPS, *PARTS])}")
+    parser.add_argument("--all", action="store_true", help="also what passed and did not change")
+    parser.add_argument("--table", action="store_true", help="print the durations as a table")
+    parser.add_argument("--list", action="store_true", help="name the parts of `all`, run none")
+    args = parser.parse_args()
+    if args.list:
+        print("\n".join(GROUPS["all"]))
+        return 0
+    parts = [p for named in args.part or ["test"] for p in GROUPS.get(named, [named])]
     unknown = [p for p in parts if p not in PARTS]
     if unknown:
-        print(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}", file=sys.stderr)
+        there = ", ".join([*GROUPS, *PARTS])
+        print(f"no part {', '.join(unknown)}; there are {there}", file=sys.stderr)
         return 2
-    lines, passed = [], True
+    lines, rows, passed, walls, cpus = [], [], True, 0.0, 0.0
     for part in parts:
         print(f"\n──── {part} ────", flush=True)
-        start = time.monotonic()
-        ok, end = run(part)
+        start, meter = time.monotonic(), Meter()
+        ok, end = run(part, args.all or bool(os.environ.get("CI")), meter)
+        wall, cpu = time.monotonic() - start, meter.seconds()
+        if left := meter.close():
+            ok, end = False, f"{left} processes were left behind; {end}"
         passed &= ok
-        took = time.monotonic() - start
-        lines.append(f"{'✓' if ok else '✗'} {part:<10} {took:6.0f} s   {end}")
+        walls, cpus = walls + wall, cpus + cpu
+        lines.append(f"{'✓' if ok else '✗'} {part:<12} {wall:6.0f} s {cpu:6.0f} s CPU   {end}")
+        rows.append(f"| {part} | {wall:.0f} | {cpu:.0f} |")
+    lines.append(f"  {'together':<12} {walls:6.0f} s {cpus:6.0f} s CPU   {meter.remark}".rstrip())
     print("\n" + "\n".join(lines))
+    if args.table:
+        print(f"\nMeasured {datetime.date.today()} on {machine()}.\n")
+        print("| part | seconds | CPU seconds |\n|---|---|---|")
+        print("\n".join([*rows, f"| together | {walls:.0f} | {cpus:.0f} |"]))
     print("all passed" if passed else "FAILED")
     return 0 if passed else 1
 

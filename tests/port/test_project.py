@@ -59,6 +59,7 @@ def test_no_false_alarm_on_the_port():
     assert scan([CHAPTER / "ported_project"]) == []
 
 
+@pytest.mark.npu
 def test_the_unported_project_stops_where_the_checker_said():
     stops = start("original.py", npu=True)
     places = named() | {("dist_utils.py", 83)}  # starts the nvidia-smi that is named in line 82
@@ -83,6 +84,7 @@ def test_the_port_gives_each_rank_a_device_of_its_own(monkeypatch):
         assert device.pick(7).type == "cpu"  # ranks share it
 
 
+@pytest.mark.npu
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_port_trains_and_samples_alike_on_cpu_and_npu(ranks):
     (cpu, clips), (npu, npu_clips) = (start("finished.py", str(ranks), npu=n) for n in (0, 1))
