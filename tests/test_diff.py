@@ -1,10 +1,13 @@
 """Two traces compared: the call that was changed is the one named, and nothing else is."""
 
+import base64
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -224,6 +227,43 @@ def test_the_order_between_groups_and_peers_can_be_left_open():
     assert "rank 1" in str(found) and "send of 8 bytes to rank 0" in str(found)
     with pytest.raises(ValueError, match="order is"):
         expected_calls(early).diff(expected_calls(ring), order="any")
+
+
+def pictured(found):
+    """The html of a difference, the texts of its picture, its width and height."""
+    page = found._repr_mimebundle_()["text/html"]
+    data = re.search(r"data:image/svg\+xml;base64,([^\"]+)", page)
+    if not data:
+        return page, [], (0, 0)
+    svg = ElementTree.fromstring(base64.b64decode(data[1]))
+    size = int(svg.get("width")), int(svg.get("height"))
+    return page, [t.text for t in svg.iter() if t.tag.endswith("text")], size
+
+
+def test_the_picture_shows_both_lanes_and_marks_the_first_difference():
+    found = changed(2, 2, ("all_reduce", 16384)).diff(expected_calls(BASE))
+    page, texts, size = pictured(found)
+    assert str(found) in page and found._repr_mimebundle_()["text/plain"] == str(found)
+    assert [t for t in texts if "first" in t] == ["▼ step 2: first"]
+    assert texts.count("reduce_scatter") == 1 and texts.count("16,384 B, ranks 0-3") == 1
+    assert {"rank 2", "expected", "got", "ranks 0, 1 and 3: equal"} <= set(texts)
+    # the same on several ranks is drawn once; a long trace in a window
+    many = {r: [("all_gather", n) for n in range(40)] for r in range(4)}
+    wrong = {r: [*mine[:20], ("barrier", 0), *mine[21:]] for r, mine in many.items()}
+    _, texts, longer = pictured(expected_calls(wrong).diff(expected_calls(many)))
+    assert {"▼ step 21: first", "ranks 1-3: the same"} <= set(texts)
+    assert "… 18 more before, 16 more after" in texts and "rank 1" not in texts
+    assert longer[0] < 910 and longer[1] < 170 and size[0] <= longer[0]
+    for equal in (expected_calls(BASE).diff(expected_calls(BASE)), two_worlds()):
+        page, texts, _ = pictured(equal)
+        assert page == f"<div>{equal}</div>" and not texts
+    odd = expected_calls({0: [("send", 8, 1)], 1: [("recv", 8, 0)]}, "<b>&", "<i>")
+    page, texts, _ = pictured(odd.diff(expected_calls({0: [], 1: []})))
+    assert "<i>" not in page and texts.count("nothing") == 2, "names are text"
+
+
+def two_worlds():
+    return expected_calls({0: []}).diff(expected_calls({0: [], 1: []}))
 
 
 def _tensor_parallel(twice, size):

@@ -10,6 +10,7 @@ from typing import Any
 
 from .align import Column, align, differences
 from .before import pasts
+from .diff_picture import html
 from .steps import P2P, Step, comparable, steps
 from .words import count, ranks_text, sentence
 
@@ -54,6 +55,10 @@ class Diff:
         return text
 
     __repr__ = __str__
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        firsts = self.differences[0].ranks if self.differences else []
+        return {"text/plain": str(self), "text/html": html(str(self), self.columns, firsts)}
 
 
 def diff(
