@@ -42,6 +42,7 @@ OPS = {  # op of the dispatcher -> the name people use
 }
 """Functional collectives end in the same c10d ops, so these are all there is to watch."""
 
+_REDUCES = {int(op): name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 ROOTED = {"send", "recv", "broadcast", "reduce", "gather", "scatter"}
 
 
@@ -65,6 +66,7 @@ class Call:
     group_name: str = ""  # tells two groups of the same ranks apart
     label: str = ""  # what the program calls the group, if it does: new_group(group_desc="tp")
     tag: int = 0  # of send and recv
+    reduce: str = ""  # "sum", "max", "avg" …, "" where nothing is reduced
     is_async: bool = False  # a work was handed out, not waited for inside the call itself
     events: tuple = ()  # device events at the start and the end, while `clock` is set
     complete: bool | None = None  # of an async call in a trace: whether its real end was seen
@@ -251,12 +253,14 @@ def _tensors(arg) -> Iterator[torch.Tensor]:
 
 
 def _describe(name: str, args: tuple) -> tuple[Call, set[int]]:
-    group, ranks, tensors, sides, numbers = None, (), [], [], []
+    group, ranks, tensors, sides, numbers, reduce = None, (), [], [], [], ""
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
-            if group is None:  # a second one is the ReduceOp
+            if group is None:
                 group = dist.ProcessGroup.unbox(arg)
                 ranks = tuple(dist.get_process_group_ranks(group))
+            else:  # a second one is the ReduceOp
+                reduce = _REDUCES[arg.op()]
         elif isinstance(arg, int) and not isinstance(arg, bool):
             numbers.append(arg)
         elif found := list(_tensors(arg)):
@@ -289,6 +293,7 @@ def _describe(name: str, args: tuple) -> tuple[Call, set[int]]:
         group_name=group.group_name if group is not None else "",
         label=_label(group.group_desc) if group is not None else "",
         tag=tag,
+        reduce=reduce,
     )
     return call, {x.data_ptr() for x in tensors if x.layout is torch.strided and x.numel()}
 

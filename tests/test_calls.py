@@ -139,6 +139,24 @@ def test_one_call_is_seen_once(single_calls, at):
             assert call.dtype == torch.float32
 
 
+def reduces():
+    x, whole = torch.ones(2), torch.ones(2 * P)
+    with calls.record() as log:
+        dist.all_reduce(x)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        dist.reduce(x, dst=0, op=dist.ReduceOp.MIN)
+        dist.reduce_scatter_single(x, whole)
+        dist.reduce_scatter(x, list(whole.chunk(P)), op=dist.ReduceOp.PRODUCT)
+        funcol.all_reduce(x, "max", dist.group.WORLD).wait()
+        dist.broadcast(x, src=0)
+    return [c.reduce for c in log]
+
+
+def test_a_call_knows_how_it_reduces():
+    expected = ["sum", "max", "min", "sum", "product", "max", ""]
+    assert sb.run(reduces, world_size=P).values == [expected] * P
+
+
 def exchange():
     rank = dist.get_rank()
     with calls.record() as log:
