@@ -6,9 +6,9 @@ every op passes even in inference mode, notes the call and hands on to the backe
 nothing. The checks count calls and bytes here, the trace draws them, the diagnosis names them.
 """
 
-import atexit
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 import time
@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # defines the _c10d_functional ops
+
+from . import _seams, pending
 
 OPS = {  # op of the dispatcher -> the name people use
     "allreduce_": "all_reduce",
@@ -42,7 +43,6 @@ OPS = {  # op of the dispatcher -> the name people use
 }
 """Functional collectives end in the same c10d ops, so these are all there is to watch."""
 
-_REDUCES = {int(op): name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 ROOTED = {"send", "recv", "broadcast", "reduce", "gather", "scatter"}
 
 
@@ -78,14 +78,8 @@ watch: Callable[[str, Call], None] | None = None
 """Set in ranks: told "enter" on every call, "wait" when this rank blocks on it, "done" after."""
 clock: Callable[[], object] | None = None
 """Set by a trace on a device that has events: records one on the current stream."""
-traces = 0
-"""How many traces are open: they want the real end of async calls, waited for or not."""
-_pending: list[tuple] = []  # (a Work, its call) whose end a thread watches for
-_poller: threading.Thread | None = None
-_lock = threading.Lock()
 _inside = threading.local()
 _open: dict[int, tuple] = {}  # id of a Work -> (the Work, its call, addresses of its tensors)
-_AFTER = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 _libraries: list[torch.library.Library] = []
 
 
@@ -93,22 +87,18 @@ def install() -> None:
     """Put our kernels in place, once a process; forked ranks inherit them."""
     if _libraries:
         return
-    library = torch.library.Library("c10d", "IMPL")
-    _libraries.append(library)
+    _libraries.append(library := torch.library.Library("c10d", "IMPL"))
     for name in OPS:
-        if hasattr(torch.ops.c10d, name):
-            op = getattr(torch.ops.c10d, name).default
-            library.impl(name, _kernel(op, name), "BackendSelect", with_keyset=True)
-    library = torch.library.Library("_c10d_functional", "IMPL")
-    _libraries.append(library)
-    library.impl("wait_tensor", _wait_tensor, "BackendSelect", with_keyset=True)
+        _seams.intercept(library, name, functools.partial(_around, name))
+    _libraries.append(library := torch.library.Library("_c10d_functional", "IMPL"))
+    _seams.intercept(library, "wait_tensor", _wait_tensor)
     wait = dist.Work.wait
 
     def timed_wait(self, *args, **kwargs):
         known = _open.get(id(self))
         if known is None:
             return wait(self, *args, **kwargs)
-        if sys._getframe(1).f_globals.get("__name__") == dist.distributed_c10d.__name__:
+        if _seams.called_by_torch_distributed():
             known[1].is_async = False  # dist.all_reduce(x) and the like wait at once
         with _waiting(known):
             return wait(self, *args, **kwargs)
@@ -116,53 +106,50 @@ def install() -> None:
     dist.Work.wait = timed_wait
 
 
-def _kernel(op, name: str):
-    def kernel(keyset, *args, **kwargs):
-        if (not _listeners and watch is None) or getattr(_inside, "depth", 0):
-            return op.redispatch(keyset & _AFTER, *args, **kwargs)
-        _close_finished()
-        call, addresses = _describe(name, args)
-        for listener in list(_listeners):
-            listener(call)
-        blocks = name == "monitored_barrier_"  # the others return a Work, which is waited for
-        if watch is not None:
-            watch("enter", call)
-            if blocks:
-                watch("wait", call)
-        if clock is not None:
-            call.events = (clock(),)
-        call.start_ns = time.monotonic_ns()
-        _inside.depth = 1
-        try:
-            result = op.redispatch(keyset & _AFTER, *args, **kwargs)
-        finally:
-            _inside.depth = 0
-            _ended(call)
-            if blocks and watch is not None:
-                watch("done", call)
-        work = result[-1] if isinstance(result, tuple) else result
-        if isinstance(work, torch.ScriptObject):
-            work = dist.Work.unbox(work)
-            call.is_async = True
-            _open[id(work)] = (work, call, addresses)
-            if traces and call.op not in ("send", "recv"):  # gloo's are done when waited for
-                call.complete, call.events = False, call.events[:1]
-                _watch_for_end(work, call)
-        return result
-
-    return kernel
+def _around(name: str, hand_on: Callable, args: tuple, kwargs: dict):
+    """Note a call of the operator `name`; `hand_on` runs it."""
+    if (not _listeners and watch is None) or getattr(_inside, "depth", 0):
+        return hand_on(*args, **kwargs)
+    _close_finished()
+    call, addresses = _describe(name, args)
+    for listener in list(_listeners):
+        listener(call)
+    blocks = name == "monitored_barrier_"  # the others return a Work, which is waited for
+    if watch is not None:
+        watch("enter", call)
+        if blocks:
+            watch("wait", call)
+    if clock is not None:
+        call.events = (clock(),)
+    call.start_ns = time.monotonic_ns()
+    _inside.depth = 1
+    try:
+        result = hand_on(*args, **kwargs)
+    finally:
+        _inside.depth = 0
+        _ended(call)
+        if blocks and watch is not None:
+            watch("done", call)
+    work = result[-1] if isinstance(result, tuple) else result
+    if isinstance(work, torch.ScriptObject):
+        work = dist.Work.unbox(work)
+        call.is_async = True
+        _open[id(work)] = (work, call, addresses)
+        if pending.traces and call.op not in ("send", "recv"):  # gloo's are done when waited for
+            call.complete, call.events = False, call.events[:1]
+            pending.watch_for_end(work, call)
+    return result
 
 
-def _wait_tensor(keyset, tensor):
-    op = torch.ops._c10d_functional.wait_tensor.default
-    known = None
+def _wait_tensor(hand_on: Callable, args: tuple, kwargs: dict):
+    (tensor,), known = args, None
     if _open:
         address = tensor.data_ptr()
         known = next((k for k in reversed(_open.values()) if address in k[2]), None)
     if known is None:
-        return op.redispatch(keyset & _AFTER, tensor)
+        return hand_on(tensor)
     with _waiting(known):
-        return op.redispatch(keyset & _AFTER, tensor)
+        return hand_on(tensor)
 
 
 @contextlib.contextmanager
@@ -188,60 +175,12 @@ def _ended(call: Call) -> None:
         call.events = (call.events[0], clock())
 
 
-def _watch_for_end(work, call: Call) -> None:
-    """Have a thread ask the work from time to time whether it is done.
-
-    A callback of its future would be exact, but would run in a thread of the backend: where the
-    peer never comes, the process could not end (gloo's destructor waits for that thread).
-    """
-    global _poller
-    with _lock:
-        _pending.append((work, call))
-        if _poller is None or not _poller.is_alive():  # it does not survive a fork
-            _poller = threading.Thread(target=_poll, name="shardbook.calls", daemon=True)
-            _poller.start()
-
-
-def _poll() -> None:
-    global _poller
-    while True:
-        with _lock:
-            if not traces:
-                _pending.clear()
-            settle()
-            if not _pending:
-                _poller = None
-                return
-            age = (time.monotonic_ns() - _pending[-1][1].start_ns) / 1e9
-        time.sleep(min(max(age / 20, 0.0002), 0.005))  # late by a twentieth at most, nearly free
-
-
-def settle() -> None:
-    """Note the end of every async call that is done by now."""
-    for item in list(_pending):
-        work, call = item
-        if call.complete is False and work.is_completed():
-            call.end_ns, call.complete = time.monotonic_ns(), True
-        if call.complete:
-            with contextlib.suppress(ValueError):
-                _pending.remove(item)
-
-
-@atexit.register
-def _stop_polling() -> None:
-    thread = _poller
-    _pending.clear()
-    if thread is not None:
-        thread.join(1)
-
-
 def _close_finished() -> None:
     # Works that C++ waits for (DDP) or nobody does must not keep their tensors alive.
     for key, (work, call, _) in list(_open.items()):
-        if work.is_completed():
-            del _open[key]
-            if watch is not None:
-                watch("done", call)
+        # Another thread that waits for it may take it out first, and says itself that it is done.
+        if work.is_completed() and _open.pop(key, None) and watch is not None:
+            watch("done", call)
 
 
 def _tensors(arg) -> Iterator[torch.Tensor]:
@@ -260,7 +199,7 @@ def _describe(name: str, args: tuple) -> tuple[Call, set[int]]:
                 group = dist.ProcessGroup.unbox(arg)
                 ranks = tuple(dist.get_process_group_ranks(group))
             else:  # a second one is the ReduceOp
-                reduce = _REDUCES[arg.op()]
+                reduce = _seams.reduce_name(arg)
         elif isinstance(arg, int) and not isinstance(arg, bool):
             numbers.append(arg)
         elif found := list(_tensors(arg)):
@@ -303,7 +242,8 @@ def _label(description: str) -> str:
     return "" if description in ("default_pg", "undefined") else description.removeprefix("mesh_")
 
 
-_PASSED = ("torch", "shardbook.calls", "typing_extensions", "functools", "contextlib")
+_PASSED = {"torch", "shardbook.calls", "shardbook._seams"}
+_PASSED |= {"typing_extensions", "functools", "contextlib"}
 
 
 def _caller() -> str:

@@ -225,6 +225,19 @@ def test_an_async_call_ends_when_it_is_waited_for():
     assert all(0.2 <= s < 10 for s in sb.run(waits_late, world_size=2).values)
 
 
+def test_a_work_that_another_thread_waits_for_meanwhile(monkeypatch):
+    class Work:
+        def is_completed(self):  # and at this moment the other thread has waited
+            calls._open.pop(id(self))
+            return True
+
+    told, work = [], Work()
+    monkeypatch.setattr(calls, "watch", lambda what, call: told.append(what))
+    calls._open[id(work)] = (work, None, set())
+    calls._close_finished()
+    assert told == []  # the one that waited tells
+
+
 def leaves_nothing():
     alive = []
     for wait in (True, False):

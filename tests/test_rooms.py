@@ -146,7 +146,6 @@ EXCUSE = re.compile(r"\blong because\b")
 
 # Being split; nothing may be added, and what has become short leaves the list.
 TOO_LONG = {
-    "calls.py",
     "checks/communication.py",
     "checks/context_parallel.py",
     "checks/data_parallel/gradients.py",
@@ -162,7 +161,6 @@ TOO_LONG = {
     "checks/tensors.py",
     "checks/tracing.py",
     "tracing/layout.py",
-    "tracing/record.py",
     "tracing/viewer.js",
 }
 

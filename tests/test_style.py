@@ -89,3 +89,61 @@ def test_text_files_are_clean():
         text = path.read_text()
         assert ("\r" not in text and "\t" not in text) or path.suffix in (".sh", ".js"), path
         assert not re.search(r"^(<{7}|>{7}) ", text, re.MULTILINE), f"{path}: a merge is left"
+
+
+FOREIGN = {"torch", "multiprocessing", "IPython", "ipykernel"}
+
+
+def private_names(text):
+    """(line, dotted name) of each private name of another package that a module touches."""
+    tree, bound = ast.parse(text), {}
+    imported = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for a in node.names:
+                root = a.name.split(".")[0]
+                bound[a.asname or root] = a.name if a.asname else root
+                imported.append((node.lineno, a.name))
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            for a in node.names:
+                bound[a.asname or a.name] = f"{node.module}.{a.name}"
+                imported.append((node.lineno, f"{node.module}.{a.name}"))
+    used = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names, inner = [node.attr], node.value
+            while isinstance(inner, ast.Attribute):
+                names.insert(0, inner.attr)
+                inner = inner.value
+            if isinstance(inner, ast.Name) and inner.id in bound:
+                used.append((node.lineno, ".".join([bound[inner.id], *names])))
+    return sorted(
+        (line, name)
+        for line, name in {*imported, *used}
+        if name.split(".")[0] in FOREIGN
+        and any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    )
+
+
+def test_private_names_are_found():
+    code = (
+        "import torch.nn as nn\nfrom torch import autograd as a\nimport torch._dynamo\n"
+        "from multiprocessing import forkserver\nnn.Module._call_impl\na.graph.x\n"
+        "forkserver._forkserver.pid\nself._own\ntorch.nn.__name__\n"
+    )
+    assert private_names(code) == [
+        (3, "torch._dynamo"),
+        (5, "torch.nn.Module._call_impl"),
+        (7, "multiprocessing.forkserver._forkserver"),
+        (7, "multiprocessing.forkserver._forkserver.pid"),
+    ]
+
+
+def test_private_names_of_other_packages_are_in_one_file():
+    found = [
+        f"{p.relative_to(ROOT)}:{line}: {name}"
+        for p in PACKAGE
+        if p.name != "_seams.py"
+        for line, name in private_names(p.read_text())
+    ]
+    assert not found, "move these to shardbook/_seams.py, with the reason:\n" + "\n".join(found)

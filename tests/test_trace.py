@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardbook as sb
+from shardbook import calls
 from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
-from shardbook.tracing import record, validate
+from shardbook.tracing import recorder, validate
 from shardbook.tracing.events import place, us
 
 CALL, ENGINE = nn.Module._call_impl, torch.autograd.graph._engine_run_backward
@@ -29,8 +30,8 @@ def nothing_remains():
     assert nn.Module._call_impl is CALL
     assert torch.autograd._engine_run_backward is ENGINE
     assert torch.autograd.graph._engine_run_backward is ENGINE
-    assert not record._active
-    assert not record.calls._listeners
+    assert not recorder.active
+    assert not calls._listeners
 
 
 def drawn(t, category=None):

@@ -227,6 +227,10 @@ sb.predict("smallest stage", smallest_stage, fits[0])
 
 # %%
 from shardbook.parallel.flat import all_gather_flat, flatten_padded, reduce_scatter_mean, shard_flat
+from shardbook.parallel.zero import (
+    after_backward,  # (f): calls f once the backward that is running is over
+    tree_leaves,  # (output): what lies in it, however nested
+)
 
 # %% exercise="shardbook.parallel.zero.ZeroAdamW" blank="step_flat adamw_"
 
@@ -289,8 +293,7 @@ sb.predict("state", state_elements, sb.run(state_after_a_step, world_size=WORLD)
 #
 # Gather and expose, unless the parameters are there; as leaves that require a gradient and under
 # `torch.enable_grad()`, since a checkpoint inside the module recomputes on them. If the shard's gradient is not asked for,
-# `Unshard.backward` never runs: `torch.autograd.Variable._execution_engine.queue_callback(f)` calls
-# f when backward is over.
+# `Unshard.backward` never runs: `after_backward(f)` calls f when backward is over.
 # </details>
 
 # %% exercise="shardbook.parallel.zero.Unshard shardbook.parallel.zero.own_parameters shardbook.parallel.zero.FullySharded" blank="Unshard expose release before_backward pack unpack"

@@ -7,8 +7,8 @@ a tile that is asked for is loaded, unless it is the one that lies on the chip a
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from .._seams import TorchDispatchMode, tree_leaves
 
 
 class Loaded:

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import calls
+from .._seams import TorchDispatchMode
 from ..devices import device
 from .compare import close, expect, random, refuses, same, total, unchanged
 from .groups import last_ranks

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from .._seams import TorchDispatchMode, tree_leaves
 from ..devices import device
 from .compare import close, expect, random, refuses, same, unchanged
 from .groups import held

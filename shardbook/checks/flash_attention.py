@@ -7,10 +7,9 @@ import weakref
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from .._seams import TorchDispatchMode, tree_leaves
 from ..devices import device
 from .compare import close, expect, random, same, unchanged
 from .groups import tensors_of

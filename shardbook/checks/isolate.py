@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 
+from .. import _seams
 from ..chapters import CHAPTERS
 from ..notebook.lab import unwritten
 from ..ranks.processes import end_descendants
@@ -30,11 +31,7 @@ def start(chapter: int) -> None:
     """Start the fork server with what the chapter's checks need. Call it once, before examine."""
     if not FORKS:
         return
-    from multiprocessing import forkserver
-
-    modules = ["shardbook.ranks.preload", f"shardbook.checks.{CHAPTERS[chapter]}"]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    forkserver.ensure_running()
+    _seams.start_fork_server(["shardbook.ranks.preload", f"shardbook.checks.{CHAPTERS[chapter]}"])
 
 
 @dataclasses.dataclass
@@ -152,12 +149,7 @@ def _child(
     began = time.monotonic()
     pipe.send(("started", None))
     if FORKS:
-        from multiprocessing import forkserver
-
-        # The server this process was forked from serves its ranks too; ensure_running() would
-        # start another, since it only knows servers that it started itself.
-        if forkserver._forkserver._forkserver_address:
-            forkserver._forkserver.ensure_running = lambda: None
+        _seams.keep_parents_fork_server()  # it serves this process's ranks too
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for fd in (1, 2):  # what an answer prints is only counted
         os.dup2(output.fileno(), fd)

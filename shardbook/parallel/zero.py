@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._seams import after_backward, tree_leaves
 from ..devices import device as default_device
 from .data import by_dtype, gradient_or_zeros, has_gradient
 from .flat import all_gather_flat, flatten_padded, reduce_scatter_mean, shard_flat
@@ -151,7 +152,7 @@ class FullySharded(nn.Module):
                 output = self.module(*args, **kwargs)
         finally:
             self.release()
-        for leaf in torch.utils._pytree.tree_leaves(output):
+        for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self.before_backward)
         return output
@@ -189,7 +190,7 @@ class FullySharded(nn.Module):
             with torch.enable_grad():  # as in forward, for a checkpoint inside that recomputes
                 self.expose(self.gather().requires_grad_(self.shard.requires_grad))
             # Unshard.backward releases them; at the latest the end of backward does.
-            torch.autograd.Variable._execution_engine.queue_callback(self.release)
+            after_backward(self.release)
 
     def pack(self, tensor: Tensor) -> Tensor | tuple:
         """What autograd keeps in place of a saved tensor: of a weight only where it lies."""

@@ -3,14 +3,14 @@
 import gc
 
 import cloudpickle
-import torch._dynamo  # the first optimizer of a process imports it: 3 s in every rank otherwise
+import torch
 import torch.distributed
-import torch.distributed._functional_collectives
 import torch.distributed.nn.functional
 
-from .. import calls, devices, ranks, tracing
+from .. import _seams, calls, devices, ranks, tracing
 from . import cell, worker
 
+_seams.import_ahead()
 calls.install()
 gc.collect()
 gc.freeze()  # what is loaded here stays: a rank's garbage collector need not walk it again

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 import psutil
 
+from .._seams import helper_processes
+
 
 def adopt_orphans() -> None:
     """On Linux, a process whose parent died becomes ours, so that who ends us finds it."""
@@ -51,9 +53,7 @@ def end_descendants() -> None:
     """Kill every process below this one except the fork server and the resource tracker."""
     keep = set()
     if "forkserver" in multiprocessing.get_all_start_methods():
-        from multiprocessing import forkserver, resource_tracker
-
-        keep = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+        keep = helper_processes()
     for _ in range(20):  # a process that forks while we look is found in the next round
         left = [p for p in below(os.getpid()) if p.pid not in keep]
         for process in left:

@@ -7,6 +7,7 @@ import time
 import torch
 from torch import Tensor, nn
 
+from .._seams import after_backward
 from ..basics.tiny import TinyLM
 from ..tracing.record import trace
 
@@ -103,8 +104,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         ms, name, start = ctx.ms, ctx.name, _start()
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: _pace(ms, name, *start))  # runs when backward ends
+        after_backward(lambda: _pace(ms, name, *start))
         return grad, None, None
 
 

@@ -5,6 +5,7 @@ of the input only, "W" that of the weights. Blocks are numbered through the whol
 placement on ranks can be played: looped, or in V shape where rank 0 has the first and last block.
 """
 
+from .._seams import schedule_operations
 from ..parallel.schedules import Op, Schedule
 
 SPLIT = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}  # input and weight gradients cost a forward each
@@ -22,10 +23,8 @@ def torch_order(name: str, num_stages: int, num_microbatches: int) -> list[list[
     Names as in torch.distributed.pipelining.schedules.get_schedule_class. Pairs that DualPipeV
     overlaps come one after the other. Padding is left out: a gap in a list is no time.
     """
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
     order = []
-    for actions in get_schedule_ops(name, num_stages, num_microbatches):
+    for actions in schedule_operations(name, num_stages, num_microbatches):
         ops: list[Op] = []
         for action in actions:
             for a in (action.sub_actions or (action,)) if action is not None else ():

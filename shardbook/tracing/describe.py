@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _seams
+
 MOST = 64
 """Tensors noted of one list of arguments."""
 
@@ -24,7 +26,7 @@ def describe(value: Any) -> Any:
         placements = getattr(value, "placements", None)  # a DTensor
         if placements is None:
             return (shape(value), value.dtype)
-        local = value._local_tensor.shape
+        local = _seams.local_part(value).shape
         return (value.shape, value.dtype, local, " ".join(map(str, placements)))
     if isinstance(value, (list, tuple)):
         return [d for v in value[:MOST] if (d := describe(v)) is not None] or None
@@ -47,13 +49,13 @@ def shape(x: Tensor) -> tuple:
 def module_info(name: str, module: nn.Module) -> dict:
     """Name, type and own parameters; of a DTensor the full shape and this rank's."""
     parameters = {}
-    for own, p in module._parameters.items():
-        if p is None or type(p) is nn.UninitializedParameter:
+    for own, p in module.named_parameters(recurse=False, remove_duplicate=False):
+        if type(p) is nn.UninitializedParameter:
             continue
         shape = local = tuple(p.shape)
         placed = ""
         if type(p) is not nn.Parameter and hasattr(p, "placements"):
-            local, placed = tuple(p._local_tensor.shape), " ".join(map(str, p.placements))
+            local, placed = tuple(_seams.local_part(p).shape), " ".join(map(str, p.placements))
         parameters[own] = {"id": id(p), "shape": shape, "dtype": p.dtype}
         parameters[own] |= {"local_shape": local, "placements": placed}
     kind = "linear" if "in_features" in vars(module) else ""

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from .. import _seams
 from ..devices import device
 from . import foreign
 from .events import place
@@ -134,7 +134,7 @@ def aligned(trace: dict | list, before: int, after: int, title: str) -> list[dic
     return events
 
 
-class Flops(TorchDispatchMode):
+class Flops(_seams.TorchDispatchMode):
     """Notes (time, thread, FLOPs) of each matrix product, by torch.utils.flop_counter."""
 
     def __init__(self, log: list[tuple]):
@@ -143,21 +143,17 @@ class Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        packet = func._overloadpacket
-        if packet not in flop_registry and packet not in CPU_ATTENTION:
+        packet = func.overloadpacket
+        if packet not in flop_registry and packet is not _seams.CPU_ATTENTION:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if packet in CPU_ATTENTION:
+        if packet is _seams.CPU_ATTENTION:
             count = sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
         else:
             count = flop_registry[packet](*args, **kwargs, out_val=result)
         self.log.append((time.monotonic_ns(), threading.get_ident(), count))
         return result
-
-
-CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu}
-"""Forward of attention on CPU, which torch's registry lacks."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ... import calls
+from ..._seams import storage_bytes
 from ...devices import device
 from ...memory import held_bytes
 from ..compare import close, expect, random, refuses, same, total
@@ -21,8 +22,9 @@ _seen: list[tuple[int, int, StorageWeakRef]] = []  # (layer, numel of the layer,
 
 
 def _note(phase: str, layer: int, weight: Tensor) -> None:
-    if not any(i == layer and r.cdata == weight.untyped_storage()._cdata for i, _, r in _seen):
-        _seen.append((layer, 0, StorageWeakRef(weight.untyped_storage())))
+    storage = StorageWeakRef(weight.untyped_storage())
+    if not any(i == layer and r == storage for i, _, r in _seen):
+        _seen.append((layer, 0, storage))
     _probes.append((phase, layer, _alive()))
 
 
@@ -41,10 +43,8 @@ def _alive() -> list[int]:
     """Layers that have a full weight in memory, whoever holds it: Python, autograd, a buffer."""
     alive = set()
     for layer, _, ref in _seen:
-        storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-        if storage is not None and storage.nbytes():
+        if storage_bytes(ref):
             alive.add(layer)
-        del storage
     return sorted(alive)
 
 
