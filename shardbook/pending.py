@@ -4,21 +4,27 @@ import atexit
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from torch.distributed import Work
+from torch.distributed import Work
 
-    from .calls import Call
+
+class Ends(Protocol):
+    """What is known of a call: when it started, when it ended, whether that end was seen."""
+
+    start_ns: int
+    end_ns: int | None
+    complete: bool | None
+
 
 traces = 0
 """How many traces are open: without one nobody asks."""
-_pending: list[tuple] = []  # (a Work, its call)
+_pending: list[tuple[Work, Ends]] = []
 _poller: threading.Thread | None = None
 _lock = threading.Lock()
 
 
-def watch_for_end(work: "Work", call: "Call") -> None:
+def watch_for_end(work: Work, call: Ends) -> None:
     """Have a thread ask the work from time to time whether it is done.
 
     A callback of its future would be exact, but would run in a thread of the backend: where the

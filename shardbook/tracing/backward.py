@@ -12,15 +12,12 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from .. import _seams
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
 
 _lock = threading.Lock()
 _now = time.monotonic_ns
@@ -30,10 +27,21 @@ LAST_NODE = 2**62
 """Nodes that accumulate a parameter's gradient have the number 2**64 - 1: they run at once."""
 
 
+class Recorder(Protocol):
+    """Whose backward it is; `recorder.py` has it."""
+
+    open: bool
+    records: list[list]  # of the module calls so far
+    events: Callable | None  # makes a device event
+    sample_at: int  # when to look at memory again
+
+    def sample(self, now: int) -> None: ...
+
+
 class Backward:
     """What a recorder notes of backward."""
 
-    def __init__(self, recorder: "Recorder"):
+    def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self.fires: list[tuple] = []  # (time, node, backward, thread, event)
         self.runs: list[list[int]] = []  # [start, end, thread]
