@@ -8,11 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardbook.attention import attend as attend_function
-from shardbook.attention import flash, kernel_for
+from shardbook.attention import attend, flash, kernel_for, kernels
 from shardbook.attention.counting import largest_tensor, operator_traffic, tile_traffic
-
-attend_module = __import__("shardbook.attention.attend", fromlist=["attend"])
 
 
 def draw(*shape, seed):
@@ -81,12 +78,12 @@ def test_attend_is_bottom_right_with_grouped_heads(causal, rows, cols):
     q, k, v = draw(2, 6, rows, 4, seed=1), draw(2, 3, cols, 4, seed=2), draw(2, 3, cols, 4, seed=3)
     repeated = [x.repeat_interleave(2, dim=1) for x in (k, v)]
     want = flash.flash_attention(q, *repeated, causal)
-    torch.testing.assert_close(attend_function(q, k, v, causal), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(attend(q, k, v, causal), want, atol=1e-5, rtol=1e-5)
 
 
 def test_attend_says_which_heads_do_not_fit():
     with pytest.raises(ValueError, match="5 heads do not divide by 3 kv heads"):
-        attend_function(draw(1, 5, 2, 4, seed=1), *[draw(1, 3, 2, 4, seed=2)] * 2)
+        attend(draw(1, 5, 2, 4, seed=1), *[draw(1, 3, 2, 4, seed=2)] * 2)
 
 
 def test_attend_passes_the_npu_kernel_what_it_wants(monkeypatch):
@@ -100,14 +97,14 @@ def test_attend_passes_the_npu_kernel_what_it_wants(monkeypatch):
             scores = scores.masked_fill(atten_mask, -1e30)
         return ((scores.softmax(-1) @ v.float()).to(q.dtype),)
 
-    monkeypatch.setattr(attend_module, "kernel_for", lambda q: "npu_fusion_attention")
+    monkeypatch.setattr(kernels, "kernel_for", lambda q: "npu_fusion_attention")
     fake = types.SimpleNamespace(npu_fusion_attention=fusion)
     monkeypatch.setattr(torch.ops, "npu", fake, raising=False)
     for rows, cols in ((4, 4), (2, 7), (7, 2)):
         q, k, v = (draw(1, 2, n, 4, seed=n + i) for i, n in enumerate((rows, cols, cols)))
         for causal in (False, True):
             want = flash.flash_attention(q, k, v, causal)
-            torch.testing.assert_close(attend_function(q, k, v, causal), want, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(attend(q, k, v, causal), want, atol=1e-5, rtol=1e-5)
 
 
 def test_without_a_fused_kernel_attend_takes_sdpa():

@@ -395,3 +395,94 @@ def test_pictures_draw_every_operation():
     assert [ax.get_title(loc="left") for ax in fig.axes] == ["a", "b"]
     labels = [t.get_text() for t in draw_stages([["embed"], ["head"]]).axes[0].texts]
     assert {"embed", "head", "rank 0", "rank 1", "[b, s, h]"} <= set(labels)
+
+
+# ---- what a stage may give
+
+
+class Wide(torch.nn.Module):
+    """7 dimensions out of 2, and back."""
+
+    def __init__(self, opens: bool):
+        super().__init__()
+        self.opens, self.linear = opens, torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        if self.opens:
+            return self.linear(x).reshape(-1, 1, 2, 1, 2, 1, 2)
+        return self.linear(x.flatten(1))
+
+
+class Ids(torch.nn.Module):
+    """Whole numbers, such as tokens' ids or quantised values."""
+
+    def forward(self, x):
+        return (x * 10).to(torch.int8)
+
+
+class Embed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, ids):
+        return ids.float() * self.weight
+
+
+def activations_of(dtypes: str, looped: bool):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    if dtypes == "wide":
+        stages = [Wide(True), Wide(False)] * 2 if looped else [Wide(True), Wide(False)]
+    else:
+        stages = [torch.nn.Linear(8, 8), Ids(), Embed(), torch.nn.Linear(8, 8)]
+        stages = stages if looped else [torch.nn.Sequential(*stages[:2]), stages[2:][0]]
+    stages = [s.to(sb.device()) for s in stages]
+    xs = [torch.randn(3, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    xs = [x.to(sb.device()) for x in xs]
+
+    def loss_fn(y, target):
+        return (y - target).square().mean()
+
+    whole = torch.nn.Sequential(*stages)
+    expected = sum(loss_fn(whole(x), x) for x in xs) / len(xs)
+    expected.backward()
+    grads = [None if q.grad is None else q.grad.clone() for q in whole.parameters()]
+    whole.zero_grad()
+    with calls.record() as log:
+        if looped:
+            mine = stages[rank::p]
+            loss = run_interleaved(mine, interleaved(p, 4, 2), xs, xs, loss_fn)
+        else:
+            mine = [stages[rank]]
+            loss = run_pipeline(mine[0], one_f_one_b(p, 4), xs, xs, loss_fn)
+    if loss is not None:
+        torch.testing.assert_close(loss, expected.detach())
+    held = {id(q) for stage in mine for q in stage.parameters()}
+    for q, grad in zip(whole.parameters(), grads, strict=True):
+        if id(q) in held and grad is not None:
+            torch.testing.assert_close(q.grad, grad)
+        elif id(q) in held:
+            assert q.grad is None or not q.grad.any()
+    return max([c.nbytes for c in log if c.dtype == torch.int64], default=0)
+
+
+@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize("dtypes", ["wide", "whole numbers"])
+def test_an_activation_of_seven_dimensions_or_of_whole_numbers(dtypes, looped):
+    assert max(sb.run(activations_of, dtypes, looped, world_size=2).values) <= 128
+
+
+class Deep(torch.nn.Module):
+    def forward(self, x):
+        return x.reshape(*[1] * 14, -1)
+
+
+def fifteen_dimensions():
+    xs = [torch.ones(2, device=sb.device(), requires_grad=True)]
+    run_pipeline(Deep(), gpipe(2, 1), xs, xs, lambda y, t: y.sum())
+
+
+def test_an_activation_that_cannot_be_announced_is_named():
+    with pytest.raises(sb.RankError, match="15 dimensions: a pipeline can announce up to 14"):
+        sb.run(fifteen_dimensions, world_size=2)

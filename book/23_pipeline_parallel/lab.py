@@ -165,25 +165,24 @@ plt.show()
 #
 # These move tensors for you. `send_activation(y, peer, group, sent)` starts sending shape and value
 # and appends to `sent` what has to be waited for; `recv_activation(peer, group)` gives a leaf that
-# will collect its gradient. `send` and `recv(into, peer, group)` move a tensor whose shape the
-# other side knows; `room(y)` makes a place for y's gradient. `Inbox` takes messages in the order in
+# will collect its gradient. `send_gradient(x, peer, group, sent)` and `recv_gradient(y, peer, group)`
+# move `x.grad` and the gradient of y: the other side knows the shape. `Inbox` takes messages in the order in
 # which the *neighbour* sends and hands them out in the order in which you need them.
 
 # %%
 from shardbook.parallel.pipeline import (
     Inbox,  # Inbox(schedule, peer, kind, receive): .take(i) is the message of micro-batch i
-    recv,
     recv_activation,
-    room,  # contiguous, as recv needs it, even if y is a transposed view
-    send,
+    recv_gradient,  # contiguous, even if y is a transposed view
     send_activation,
+    send_gradient,
 )
 
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
 # Forward: get x, `y = stage(x)`, keep both by micro-batch, send `y.detach()`. Backward:
-# `y.backward(gradient from the next rank)`, then send `x.grad`. On the last stage y is the loss.
+# `y.backward(gradient from the next rank)`, then `send_gradient`. On the last stage y is the loss.
 # </details>
 # <details><summary>Hint 2</summary>
 #

@@ -24,14 +24,16 @@ from shardbook import calls, plot
 from shardbook.checks import dit_port as check
 from shardbook.models.dit import DiT, DiTBlock, modulate
 
-# Given: the pieces of one rank, and a mode that replaces torch's attention.
-from shardbook.models.dit_parallel import Group, Tables, _cut, attending
+# Given: a process group or None, and a mode that replaces torch's attention.
+from shardbook.models.dit_parallel import Group, attending
 
 # Given: from chapters 22 and 24.
 from shardbook.parallel.tensor import (
-    copy_to_group,  # f: x as it is, its gradient summed over ranks
+    ColumnParallelLinear,  # (linear, group): f, then this rank's rows
+    RowParallelLinear,  # (linear, group): this rank's columns, then g and the bias
     gather_from_group,  # (x, dim, group): all parts; backward keeps our own
-    reduce_from_group,  # g: the sum over ranks, its gradient as it is
+    share_of,  # (total, size, what): total / size, or a ValueError that names what
+    take_rows,  # (linear, rows): nn.Linear of these output rows, in memory of its own
 )
 from shardbook.parallel.ulysses import ulysses_attention
 
@@ -134,9 +136,9 @@ print("scores depend on distances only, within 1e-4:", shifted() < 1e-4)
 # %% [markdown]
 # ## Exercise 3: the block by heads
 #
-# A `DiTBlock` cut over the ranks. `_cut(linear, parts, dim, world, rank)` gives a shard in memory of
-# its own: `parts=3` for a fused q, k, v. Two small modules hold them, `_Attention` and `_Mlp`; the
-# block itself only replaces these two and keeps the norms and adaLN whole.
+# A `DiTBlock` cut over the ranks: a copy of the block, whose forward stays what it is, with the
+# parallel layers of chapter 22 in place of the four of `attn` and `mlp`. The norms and adaLN stay
+# whole.
 #
 # First a prediction: bytes all-reduced by a forward of x `[2, 12, 24]` in fp32, and does the number
 # depend on the ranks?
@@ -148,12 +150,13 @@ predicted = 2 * 2 * 12 * 24 * 4  # two all-reduces of x's size, on any number of
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# qkv and fc1 are column parallel, proj and fc2 row parallel. f (`copy_to_group`) before the first
-# two, g (`reduce_from_group`) behind the other two.
+# qkv and fc1 are column parallel, proj and fc2 row parallel: f is in the first two, g in the other
+# two. A rank computes `num_heads / P` heads.
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# The bias of proj and fc2 is added once, after the sum; the gate multiplies what came out of it.
+# A fused qkv is three matrices, and `ColumnParallelLinear` gives rank r the r-th part of the rows.
+# So first put the rows in the order in which the ranks want them: `take_rows(attn.qkv, rows)`.
 # </details>
 # <details><summary>Hint 3</summary>
 #
@@ -162,10 +165,10 @@ predicted = 2 * 2 * 12 * 24 * 4  # two all-reduces of x's size, on any number of
 # </details>
 # <details><summary>Hint 4</summary>
 #
-# `F.linear(out, self.proj.weight)` leaves the bias out.
+# Row 0 of `torch.arange(out_features).view(3, P, -1)` is q; column r of it is rank r's.
 # </details>
 
-# %% exercise="shardbook.models.dit_parallel._Attention shardbook.models.dit_parallel._Mlp shardbook.models.dit_parallel.TensorParallelDiTBlock"
+# %% exercise="shardbook.models.dit_parallel.TensorParallelDiTBlock"
 
 # %%
 check.tensor_parallel_dit_block(TensorParallelDiTBlock)

@@ -1,5 +1,5 @@
 """Flash attention, the KV cache, and `attend`, which takes the kernel of the device at hand."""
 
-from .attend import attend, kernel_for
+from .kernels import attend, kernel_for
 
 __all__ = ["attend", "kernel_for"]

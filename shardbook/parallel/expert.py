@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Group = dist.ProcessGroup | None
+from .group import Group
 
 
 def route_top_k(logits: Tensor, k: int, normalise: bool = True) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .pipeline import recv, recv_activation, room, send, send_activation
+from .pipeline import as_input, recv_activation, recv_gradient, send_activation, send_gradient
 from .schedules import Schedule
 
 
@@ -46,16 +46,16 @@ def run_interleaved(
             if what == "F":
                 box[message] = recv_activation(source, group)
             else:  # as large as what it is the gradient of
-                box[message] = recv(room(live[j, to // p][1]), source, group)
+                box[message] = recv_gradient(live[j, to // p][1], source, group)
         return box.pop((kind, i, block))
 
     def hand_over(kind: str, i: int, block: int, x: Tensor) -> None:
         if block % p == rank:  # one rank holds all blocks
-            box[kind, i, block] = x.requires_grad_(kind == "F")
+            box[kind, i, block] = as_input(x) if kind == "F" else x.grad
         elif kind == "F":
             send_activation(x, block % p, group, sent)
         else:
-            send(x, block % p, group, sent)
+            send_gradient(x, block % p, group, sent)
 
     for kind, i, chunk in schedule[rank]:
         block = chunk * p + rank
@@ -74,7 +74,7 @@ def run_interleaved(
             if y.requires_grad:  # not where everything up to here is frozen
                 y.backward(grad)
             if block > 0:
-                hand_over("B", i, block - 1, x.grad)
+                hand_over("B", i, block - 1, x)
         del x, y
     for work, _ in sent:
         work.wait()

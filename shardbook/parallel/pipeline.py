@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from ..devices import device
 from .schedules import Schedule
 
-_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-_HEADER = 8  # dtype, number of dimensions, then up to six sizes
+_DTYPES = [
+    *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.bool),
+    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128),
+]
+_HEADER = 16  # int64: dtype, number of dimensions, then up to fourteen sizes
 
 
 def run_pipeline(
@@ -39,7 +42,7 @@ def run_pipeline(
     losses = []
     # Messages of a neighbour come in the order of ITS schedule; what is early waits in a box.
     inputs = Inbox(schedule, rank - 1, "F", lambda i: recv_activation(rank - 1, group))
-    grads = Inbox(schedule, rank + 1, "B", lambda i: recv(room(live[i][1]), rank + 1, group))
+    grads = Inbox(schedule, rank + 1, "B", lambda i: recv_gradient(live[i][1], rank + 1, group))
 
     for kind, i, _ in schedule[rank]:
         if kind == "F":
@@ -57,7 +60,7 @@ def run_pipeline(
             if y.requires_grad:  # not where everything up to here is frozen
                 y.backward(grad)
             if rank > 0:
-                send(x.grad, rank - 1, group, sent)
+                send_gradient(x, rank - 1, group, sent)
         del x, y  # or the graph would outlive its backward by one operation
     for work, _ in sent:
         work.wait()
@@ -81,17 +84,42 @@ class Inbox:
 
 def send_activation(y: Tensor, peer: int, group, sent: list) -> None:
     """Its shape first, since the next stage can't know it, then the activation itself."""
+    if y.dtype not in _DTYPES or y.dim() > _HEADER - 2:
+        raise ValueError(
+            f"a stage gave {y.dtype} of {y.dim()} dimensions: a pipeline can announce up to "
+            f"{_HEADER - 2} dimensions of {', '.join(str(d) for d in _DTYPES)}"
+        )
     header = [_DTYPES.index(y.dtype), y.dim(), *y.shape] + [0] * (_HEADER - 2 - y.dim())
     send(torch.tensor(header, device=y.device), peer, group, sent)
     send(y, peer, group, sent)
 
 
 def recv_activation(peer: int, group) -> Tensor:
-    """The activation of the stage before, as a leaf that collects its gradient."""
+    """The activation of the stage before, as a leaf that collects its gradient if it has one."""
     header = recv(torch.empty(_HEADER, dtype=torch.int64, device=device()), peer, group).tolist()
     shape = header[2 : 2 + header[1]]
     x = torch.empty(shape, dtype=_DTYPES[header[0]], device=device())
-    return recv(x, peer, group).requires_grad_()
+    return as_input(recv(x, peer, group))
+
+
+def as_input(x: Tensor) -> Tensor:
+    """x as a leaf that collects its gradient; whole numbers have none."""
+    return x.requires_grad_(_has_gradient(x))
+
+
+def send_gradient(x: Tensor, peer: int, group, sent: list) -> None:
+    """The gradient of x, to where x came from; zeros if nothing depended on it."""
+    if _has_gradient(x):
+        send(torch.zeros_like(x) if x.grad is None else x.grad, peer, group, sent)
+
+
+def recv_gradient(y: Tensor, peer: int, group) -> Tensor | None:
+    """The gradient of y from where y went; None for whole numbers, whose gradient nobody sends."""
+    return recv(room(y), peer, group) if _has_gradient(y) else None
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def send(x: Tensor, peer: int, group, sent: list) -> None:

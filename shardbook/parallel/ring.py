@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .context import block_attention, block_attention_backward, merge_attention
+from .group import Group
 
-Group = dist.ProcessGroup | None
 Part = tuple[slice, slice, bool]  # these queries, those keys, causal among them
 Plan = Callable[[int, int, int], list[Part]]  # (rank, owner of the keys, S) -> what to compute
 ALL = slice(None)

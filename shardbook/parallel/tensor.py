@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..basics.tiny import causal_attention, rotate
-
-Group = dist.ProcessGroup | None
-
+from .group import Group
 
 # What one rank does with a tensor; none of these is seen by autograd, none changes its input.
 

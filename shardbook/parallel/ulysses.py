@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-Group = dist.ProcessGroup | None
+from .group import Group
 
 
 class _AllToAll(torch.autograd.Function):
