@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import Tensor
 
+from . import _seams
+
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the distinct storages behind the tensors; views of one storage count once."""
@@ -14,9 +16,10 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     for tensor in tensors:
         if tensor is None:
             continue
-        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor holds its shard
+        if hasattr(tensor, "placements"):  # a DTensor holds its shard
+            tensor = _seams.local_part(tensor)
         storage = tensor.untyped_storage()
-        if storage.nbytes():
+        if storage.nbytes() and storage.device.type != "meta":  # as those of torch.export are
             seen[storage.data_ptr()] = storage.nbytes()
     return sum(seen.values())
 

@@ -322,6 +322,15 @@ def test_a_message_has_at_most_25_mb():
         assert values == [0.5]
 
 
+def test_held_bytes_leaves_out_what_lies_nowhere():
+    before = held_bytes()
+    meta = torch.ones(1000, device="meta")
+    exported = torch.export.export(torch.nn.Linear(2, 3), (torch.ones(1, 2),))  # holds fake tensors
+    held = held_bytes() - before
+    assert 0 < held < 1000, f"{held} bytes"
+    del meta, exported
+
+
 def test_held_bytes_counts_storages_once_and_gradients_too():
     before = held_bytes()
     x = torch.zeros(1000, requires_grad=True)
