@@ -22,6 +22,7 @@ _HOMES = {
     "backend": "devices",
     "device": "devices",
     "mark": "tracing.record",
+    "match": "tracing.match",
     "pace": "tracing.record",
     "predict": "notebook.lab",
     "run": "ranks",
@@ -37,6 +38,7 @@ __all__ = [
     "backend",
     "device",
     "mark",
+    "match",
     "pace",
     "plot",
     "port",
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from .pictures import plot
     from .ranks import NotWritten, RankError, Result, run
     from .tracing import Trace, mark, pace, show, trace
+    from .tracing.match import match
 
 
 def __getattr__(name: str):

@@ -108,12 +108,15 @@ class Match(Mapping):
             return row
         found = self._placed[box]
         part = found.part
-        known = self._rows[part.name]
-        last = self._rows[part.rest[-1]] if part.rest else known
+        rows = [self._rows[name] for name in (part.name, *part.rest)]
         row |= {"module": " + ".join((part.name, *part.rest)), "confidence": found.confidence}
-        row |= {"type": known["type"], "inputs": known["inputs"], "outputs": last["outputs"]}
-        row["parameters"] = sum(self._rows[n]["parameters"] for n in (part.name, *part.rest))
-        times = [self._rows[n]["ms"] for n in (part.name, *part.rest)]
+        row |= {
+            "type": " + ".join(r["type"] for r in rows),
+            "inputs": rows[0]["inputs"],
+            "outputs": rows[-1]["outputs"],
+        }
+        row["parameters"] = sum(r["parameters"] for r in rows)
+        times = [r["ms"] for r in rows]
         row["ms"] = None if None in times else sum(times)
         row["repeats"] = part.repeats if part.repeats > 1 else part.listed
         return row

@@ -11,7 +11,7 @@ from .parts import Part
 from .read import Box
 
 LEAST = 0.35  # evidence below this places nothing
-TRIED, KEPT = 16, 64  # modules for a box, ways to place those so far
+TRIED, ALIKE, KEPT = 16, 6, 96  # modules for a box; ways that end in one module; ways at all
 
 
 @dataclasses.dataclass
@@ -64,6 +64,8 @@ class Fit:
                 kind *= 1 if max(numbers) > 1 else 0.8
             if part.repeats == 1 and part.place > 0:  # it is drawn for all, so it is the first
                 kind *= 0.8
+        if self.traced and all(p.call is None for p in part.subtree()):
+            kind *= 0.93  # not called in this run
         return kind + 0.08 * words_in_common(box, part)
 
     def sizes(self, box: Box, part: Part) -> float | None:
@@ -102,7 +104,7 @@ class Fit:
         for part in self.parts:
             if scope.holds(part) and (own := self.evidence(box, part)) >= LEAST:
                 below, placed = self.best(box.inside, part)
-                found.append((own + below, part, placed))
+                found.append((own + below - 0.015 * depth(part), part, placed))
         found.sort(key=lambda c: (-round(c[0], 6), c[1].start))
         return found[:TRIED]
 
@@ -123,8 +125,7 @@ class Fit:
                         gain = own + in_order(box, part, beside, self.traced)
                         both = placed | inside | {box: part}
                         more.append((value + gain, (*beside, (box, part)), both))
-                more.sort(key=lambda way: -round(way[0], 6))
-                ways = more[:KEPT]
+                ways = keep(more)
             value, _, placed = ways[0]
             self.memo[key] = (value, placed)
         return self.memo[key]
@@ -155,6 +156,23 @@ class Fit:
         margin = max(0.0, 1 - second / own) if own else 0.0
         sure = own * (0.7 + 0.3 * min(1, 2 * margin))
         return Placed(part, round(sure, 2), self.sizes(box, part))
+
+
+def keep(ways: list[tuple]) -> list[tuple]:
+    """The best of these, and not all of them ending in one module."""
+    ways.sort(key=lambda way: -round(way[0], 6))
+    kept, ends = [], collections.Counter()
+    for way in ways:
+        last = way[1][-1][1] if way[1] else None
+        ends[last] += 1
+        if ends[last] <= ALIKE and len(kept) < KEPT:
+            kept.append(way)
+    return kept
+
+
+def depth(part: Part) -> int:
+    """How deep a module lies in the model; lists don't count."""
+    return sum(not name.isdecimal() for name in part.name.split("."))
 
 
 def in_order(box: Box, part: Part, beside: tuple, traced: bool) -> float:

@@ -2,6 +2,8 @@
 least of all, its names.
 """
 
+from torch import nn
+
 from .layers import (
     attention,
     chain,
@@ -17,12 +19,14 @@ from .layers import (
     self_attention,
     wave,
 )
-from .parts import Part
+from .parts import Part, root
 
 
 @once
 def score(part: Part, kind: str) -> float:
     """How well `part` is of `kind`. A wrapper is less so than what it wraps."""
+    if type(part.module) in LISTS and kind not in ("stack", "experts"):
+        return 0.0  # no forward of its own
     found = KINDS[kind](part)
     inner = max((score(c, kind) for c in part.children), default=0) if kind in WRAPPED else 0
     return round(found * 0.85 if 0 < found <= inner + 0.1 else found, 4)
@@ -52,12 +56,9 @@ def head(part: Part) -> float:
     """The last linear layer, in no repeated block; often as wide as the vocabulary."""
     if part.role != "linear":
         return 0.0
-    root, inner = part, False
-    while root.parent is not None:
-        inner = inner or root.name.rsplit(".", 1)[-1].isdecimal()
-        root = root.parent
-    layers = root.layers("linear")
-    words = {p.sizes[0] for p in root.layers("embedding")}
+    inner = any(name.isdecimal() for name in part.name.split("."))
+    layers = root(part).layers("linear")
+    words = {p.sizes[0] for p in root(part).layers("embedding")}
     last = layers[-1] is part
     best = 0.35 + 0.35 * last + 0.2 * (part.sizes[1] in words) + 0.1 * part.says("head", "class")
     return best * (0.3 if inner else 1)
@@ -69,8 +70,10 @@ def patch(part: Part) -> float:
     if [p.role for p in found] != ["conv"]:
         return 0.0
     module = found[0].module
-    steps = tuple(module.stride) == tuple(module.kernel_size) and max(module.kernel_size) > 1
-    return 0.9 * steps + 0.1 * part.says("patch")
+    steps = 0.9 * (tuple(module.stride) == tuple(module.kernel_size))
+    if pointwise(found[0]):  # a patch of one pixel is a convolution like others, but the first
+        steps *= 0.6 if root(part).layers("conv")[0] is found[0] else 0
+    return steps + 0.1 * part.says("patch")
 
 
 def rotary(part: Part) -> float:
@@ -169,6 +172,8 @@ def ssm(part: Part) -> float:
 
 # ---- boxes of boxes
 
+LISTS = (nn.ModuleList, nn.ModuleDict)
+
 
 def works(part: Part) -> bool:
     """Whether it holds what blocks are made of."""
@@ -177,7 +182,7 @@ def works(part: Part) -> bool:
 
 def block(part: Part) -> float:
     """A module of several layers, best one that repeats."""
-    if part.role or len(part.layers("linear", "conv", "norm")) < 2 or in_row(part) == part.listed:
+    if part.role or len(part.layers("linear", "conv", "norm")) < 2:
         return 0.0
     if not works(part):
         return 0.3
@@ -189,17 +194,12 @@ def row(part: Part) -> bool:
     return part.name.rsplit(".", 1)[-1].isdecimal()
 
 
-def in_row(part: Part) -> int:
-    """-1 for a module that works; a list of modules is no block itself: 1."""
-    return 1 if not part.own and type(part.module).__name__ == "ModuleList" else -1
-
-
 def stage(part: Part) -> float:
-    """A module that holds lists of blocks, best one of a few unlike each other."""
-    if part.role or in_row(part) == 1:
+    """A module that holds lists of blocks, best several."""
+    if part.role:
         return 0.0
     lists = {p.parent.name for p in part.subtree()[1:] if row(p) and p.children and works(p)}
-    return 0.6 + 0.3 * (part.listed > 1) + 0.1 * (len(lists) > 1) if lists else 0.0
+    return 0.8 + 0.1 * (len(lists) > 1) if lists else 0.0
 
 
 def stack(part: Part) -> float:
@@ -208,7 +208,7 @@ def stack(part: Part) -> float:
     if not lists:
         return 0.0
     depth = min(p.name.count(".") for p in lists) - (part.name.count(".") if part.name else -1)
-    if in_row(part) == 1:
+    if type(part.module) in LISTS:
         return 0.6
     return max(0.4, 1.0 - 0.1 * max(0, depth - 2))
 

@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable
 
-from .parts import Part, Sizes
+from .parts import Part, Sizes, root
 
 
 def once(judge: Callable) -> Callable:
@@ -55,13 +55,18 @@ def positional(part: Part) -> float:
     """A table of positions: the same for a whole batch, owned as it is, so named."""
     named = 0.35 * part.says("pos", "relative")
     if part.role == "embedding":
-        once = bool(part.inputs) and part.inputs[0][0][:1] != part.inputs[0][0][:0]
-        once = once and len(part.inputs[0][0]) < 3 and part.inputs[0][0][:1] == (1,)
+        once = bool(part.inputs) and part.inputs[0][0][:-1] in ((), (1,))
         heads = part.parent is not None and attention(part.parent) > 0.5
-        return min(1.0, 0.35 + named + 0.4 * once + 0.5 * heads)
-    rows = [s for s in tables(part) if len(s) <= 4 and not part.layers("linear")]
-    rows = [s for s in rows if len(s) == 2 or s[0] == 1]
-    return min(1.0, 0.6 + named) if rows else 0.0
+        fewer = any(p.sizes[1] == part.sizes[1] and p.sizes[0] > part.sizes[0] for p in rows(part))
+        return min(1.0, 0.3 + named + 0.35 * once + 0.5 * heads + 0.1 * fewer)
+    held = [s for s in tables(part) if len(s) <= 4 and not part.layers("linear")]
+    held = [s for s in held if len(s) == 2 or s[0] == 1]
+    return min(1.0, 0.6 + named) if held else 0.0
+
+
+def rows(part: Part) -> list[Part]:
+    """The embeddings of the model."""
+    return root(part).layers("embedding")
 
 
 # ---- a few layers together
@@ -101,7 +106,7 @@ def attention(part: Part) -> float:
             left.remove(s)
     if used:
         explained = sum(a * b for a, b in used) / sum(a * b for a, b in sizes)
-        whole = len(used) != 3  # q, k and v without the way back
+        whole = any(s[0] == o[1] for o in used[1:] for s in used[:1])
         best = (0.75 if whole else 0.6) * explained**2
     elif named and len(sizes) >= 3:  # low-rank: in through latents, back to the model's size
         width = sizes[0][0]
@@ -115,7 +120,7 @@ def _only_pointwise(part: Part) -> list[Part]:
 
 
 def qkv(sizes: list[Sizes]) -> list[Sizes]:
-    """Which of these are an attention's: [q, k, v, o], [q, k, v] or [qkv, o]; [] if none."""
+    """Which of these are an attention's: q, k, v (and o), or fused ones; [] if none."""
     several = sorted({s for s in sizes if sizes.count(s) >= 2})
     without: list[Sizes] = []
     for kv in several:
@@ -132,6 +137,9 @@ def qkv(sizes: list[Sizes]) -> list[Sizes]:
                 return [q, kv, kv, back[0]]
             if q == kv or (q[1] == kv[1] and q[1] <= 2 * q[0]):
                 without = [q, kv, kv]
+    for q, kv, o in itertools.permutations(sizes, 3):
+        if q != kv and o == q[::-1] and q[1] <= 2 * q[0] and q[1] % max(1, kv[1] // 2) == 0:
+            return [q, kv, o] if kv[1] % 2 == 0 else []
     for fused, back in itertools.combinations(sizes, 2):
         shared = fused[1] - back[0]
         grouped = shared > 0 and shared % 2 == 0 and back[0] % (shared // 2) == 0

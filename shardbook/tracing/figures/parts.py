@@ -91,6 +91,13 @@ def parts(model: nn.Module, run: RankTrace | None = None) -> list[Part]:
     return root.subtree()
 
 
+def root(part: Part) -> Part:
+    """The model that a part is of."""
+    while part.parent is not None:
+        part = part.parent
+    return part
+
+
 def _sized(p: nn.Parameter | None) -> bool:
     return p is not None and not nn.parameter.is_lazy(p)
 
