@@ -163,8 +163,9 @@ def _run(model: nn.Module, inputs: tuple, kwargs: dict) -> RankTrace:
         with torch.no_grad(), trace(model) as t:
             model(*inputs, **kwargs)
     except Exception as error:
+        said = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
         raise ValueError(
-            f"the model does not run on these inputs ({type(error).__name__}: {error}): give "
+            f"the model does not run on these inputs ({type(error).__name__}: {said}): give "
             "others, or none to match by its parameters alone"
         ) from error
     finally:
@@ -175,6 +176,9 @@ def _run(model: nn.Module, inputs: tuple, kwargs: dict) -> RankTrace:
 
 def _uncovered(every: list[Part], placed: dict[Box, Placed]) -> list[tuple[str, int]]:
     labelled = {n for p in placed.values() for n in (p.part.name, *p.part.rest)}
+    # drawn once for all of a list
+    listed = [p.part.parent for b, p in placed.items() if b.repeats != 1 and p.part.repeats == 1]
+    labelled |= {child.name for up in listed if up for child in up.children if child.listed > 1}
     above = {name.rsplit(".", i)[0] for name in labelled for i in range(1, name.count(".") + 1)}
     found = []
 

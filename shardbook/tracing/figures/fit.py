@@ -102,9 +102,12 @@ class Fit:
         """(value, module, what lies inside) of the modules in `scope` that box may be."""
         found = []
         for part in self.parts:
-            if scope.holds(part) and (own := self.evidence(box, part)) >= LEAST:
+            whole = part is self.root and self.boxes == [
+                box
+            ]  # a figure of one box: the model itself
+            if (whole or scope.holds(part)) and (own := self.evidence(box, part)) >= LEAST:
                 below, placed = self.best(box.inside, part)
-                found.append((own + below - 0.015 * depth(part), part, placed))
+                found.append((own + below - 0.03 * depth(part), part, placed))
         found.sort(key=lambda c: (-round(c[0], 6), c[1].start))
         return found[:TRIED]
 
@@ -119,8 +122,9 @@ class Fit:
                 choices = self.candidates(box, scope)
                 more = list(ways)
                 for value, beside, placed in ways:
+                    taken = set(placed.values())
                     for own, part, inside in choices:
-                        if part in placed.values():
+                        if part in taken or not taken.isdisjoint(inside.values()):
                             continue
                         gain = own + in_order(box, part, beside, self.traced)
                         both = placed | inside | {box: part}
@@ -181,7 +185,8 @@ def in_order(box: Box, part: Part, beside: tuple, traced: bool) -> float:
     # without a run the order is that of definition, which holds among boxes of one kind
     before = [p for b, p in beside if traced or b.kind == box.kind]
     if before:
-        gain += 0.1 if part.start > before[-1].end else -0.15
+        sure = traced or before[-1].parent is part.parent
+        gain += (0.1 if part.start > before[-1].end else -0.15) * (1 if sure else 0.4)
     for other, at in beside:
         if drawn_once_for(other, at, part) or drawn_once_for(box, part, at):
             gain -= 0.5
@@ -249,6 +254,11 @@ def pick(whole: tuple[int, ...], many: int) -> tuple[int, ...] | None:
 def words_in_common(box: Box, part: Part) -> float:
     """Whether the label has a word of the module's names; never enough to place a box by itself."""
     own = set(re.findall(r"[a-z]{2,}", box.label.lower())) - set(box.kind.split("-"))
-    names = {w for w in part.words if len(w) > 2}
-    hits = sum(any(w.startswith(n[:4]) and n.startswith(w[:4]) for n in names) for w in own)
+    hits = sum(any(alike(word, name) for name in part.words) for word in own)
     return min(1.0, hits / 2)
+
+
+def alike(a: str, b: str) -> bool:
+    """Whether two words begin alike; a word of two letters must be the other."""
+    same = min(4, len(a), len(b))
+    return a[:same] == b[:same] if same > 2 else a == b

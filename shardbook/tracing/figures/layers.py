@@ -86,7 +86,7 @@ def pointwise(part: Part) -> bool:
 def projections(part: Part) -> list[Sizes]:
     """(in, out) of every matrix in a module, those it owns itself included."""
     owned = [(s[1], s[0]) for p in part.subtree() for s in tables(p) if len(s) == 2]
-    return [p.sizes for p in dense(part)] + owned
+    return owned + [p.sizes for p in dense(part)]
 
 
 @once
