@@ -1,17 +1,18 @@
 """Which module each box of a paper's figure is: ``sb.match(model, figure, *inputs)``."""
 
+import html
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import trace
 from .describe import module_info
 from .figures import library
 from .figures.fit import Fit, Placed
 from .figures.parts import Part, parts
 from .figures.read import Box, read
-from .record import trace
 from .tables import Table, module_table
 from .timeline import RankTrace
 
@@ -137,7 +138,8 @@ class Match(Mapping):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+        title = f"<div><b>{html.escape(self.title)}</b></div>" if self.title else ""
+        return title + self.table()._repr_html_()
 
 
 COLUMNS = {

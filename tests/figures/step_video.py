@@ -1,4 +1,4 @@
-"""A DiT built like Step-Video's (arXiv 2502.10248), tiny: what sb.match("step-video") is tried on."""
+"""A tiny DiT built like Step-Video's (arXiv 2502.10248), for `sb.match(model, "step-video")`."""
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class StepVideo(nn.Module):
         self.proj_out = nn.Linear(width, 4)
 
     def forward(self, video: Tensor, text: Tensor, t: Tensor) -> Tensor:
-        batch, frames, channels, height, width = video.shape
+        batch, frames, _, height, width = video.shape
         x = self.pos_embed(video.flatten(0, 1)).flatten(2).transpose(1, 2)
         x = x.unflatten(0, (batch, frames)).flatten(1, 2)
         time = self.t_embedder(self.sines(t))

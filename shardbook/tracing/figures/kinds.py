@@ -56,7 +56,7 @@ def head(part: Part) -> float:
     """The last linear layer, in no repeated block; often as wide as the vocabulary."""
     if part.role != "linear":
         return 0.0
-    inner = any(name.isdecimal() for name in part.name.split("."))
+    inner = any(name.isdecimal() for name in part.name.split(".")[:-1])
     layers = root(part).layers("linear")
     words = {p.sizes[0] for p in root(part).layers("embedding")}
     last = layers[-1] is part
