@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from . import _seams, pending
+from .words import callers_line, ranks_text
 
 OPS = {  # op of the dispatcher -> the name people use
     "allreduce_": "all_reduce",
@@ -62,7 +63,7 @@ class Call:
     peer: int | None  # global rank: the other end of send and recv, the root of a rooted collective
     start_ns: int  # time.monotonic_ns() on entering
     end_ns: int | None = None  # when the op returned, or its work was waited for, or was done
-    where: str = ""  # "file:line" of the caller outside torch and this module
+    where: str = ""  # "file:line" of the learner's line that led here
     group_name: str = ""  # tells two groups of the same ranks apart
     label: str = ""  # what the program calls the group, if it does: new_group(group_desc="tp")
     tag: int = 0  # of send and recv
@@ -208,6 +209,8 @@ def _describe(name: str, args: tuple) -> tuple[Call, set[int]]:
     op = OPS[name]
     peer, tag = None, 0
     if op in ROOTED and numbers and ranks and name != "recv_any_source_":
+        if not 0 <= numbers[0] < len(ranks):
+            raise ValueError(f"rank {numbers[0]} is not in the group of {ranks_text(ranks)}")
         peer = ranks[numbers[0]]  # the dispatcher's ranks are ranks of the group
     if op in ("send", "recv") and numbers:
         tag = numbers[-1]
@@ -228,7 +231,7 @@ def _describe(name: str, args: tuple) -> tuple[Call, set[int]]:
         group=ranks,
         peer=peer,
         start_ns=time.monotonic_ns(),
-        where=_caller(),
+        where=callers_line(sys._getframe(1)),
         group_name=group.group_name if group is not None else "",
         label=_label(group.group_desc) if group is not None else "",
         tag=tag,
@@ -240,20 +243,6 @@ def _describe(name: str, args: tuple) -> tuple[Call, set[int]]:
 def _label(description: str) -> str:
     """A group's name, if the program or its mesh gave it one: torch has words for "none"."""
     return "" if description in ("default_pg", "undefined") else description.removeprefix("mesh_")
-
-
-_PASSED = {"torch", "shardbook.calls", "shardbook._seams"}
-_PASSED |= {"typing_extensions", "functools", "contextlib"}
-
-
-def _caller() -> str:
-    frame = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith("torch.") and name not in _PASSED:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..notebook import lab
-from ..ranks.ledger import place
 from ..ranks.result import NotWritten, RankError
+from ..words import place
 
 NOTHING = "something came back as None: is a return missing?"
 LONG = 2000  # characters of what is said about one error
@@ -120,7 +120,7 @@ def noting(fn: Callable, *args, **kwargs):
     except BaseException as error:
         inside = in_a_check(error)
         if nothing_came(error):
-            raise Wrong(NOTHING, "none") from error
+            raise Wrong(NOTHING, "none") from None
         with contextlib.suppress(Exception):
             error.in_a_check = inside
             error.of_checks = _told(error)

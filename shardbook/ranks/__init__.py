@@ -5,6 +5,8 @@ environment torchrun gives. The launcher itself is left out: its rendezvous take
 as the ranks, its signal handlers stay in the kernel, and it can't end a run for a reason of ours.
 """
 
+import contextlib
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -15,6 +17,7 @@ from typing import Any
 
 from ..devices import too_few
 from . import diagnose, follow, launch, output, worker
+from .folder import Folder
 from .result import NotWritten, RankError, Result
 
 __all__ = ["NotWritten", "RankError", "Result", "run"]
@@ -71,32 +74,40 @@ def run(
             f"{getattr(fn, '__name__', fn)!s} or one of its arguments can't be sent to the ranks "
             f"({type(error).__name__}: {error}); make it inside the function instead"
         ) from error
-    folder = ""
+    folder = Folder("")
     try:
         with launch.uninterrupted():
-            folder = tempfile.mkdtemp(prefix="shardbook-")
+            folder = Folder(tempfile.mkdtemp(prefix="shardbook-"))
         with launch.store() as store:
             job = {
                 "call": call,
                 "environ": dict(os.environ) | launch.defaults(),
                 "world_size": world_size,
                 "port": store.port,
-                "run_id": os.path.basename(folder),
+                "run_id": folder.name,
                 "timeout": timeout,
+                "start_method": multiprocessing.get_start_method(allow_none=True),
                 "trace": trace,
             }
-            with open(f"{folder}/job", "wb") as f:
+            with open(folder.job, "wb") as f:
                 pickle.dump(job, f)
             with launch.started(world_size, folder) as processes:
-                tail = output.Tail(f"{folder}/output-0") if echo else None
+                tail = output.Tail(folder.output(0)) if echo else None
                 end = follow.follow(processes, folder, timeout, tail)
-        outputs = [output.read(f"{folder}/output-{r}") for r in range(world_size)]
+        outputs = [output.read(folder.output(r)) for r in range(world_size)]
         if tail is not None and (text := output.fold(tail.rest(outputs))):
             output.show(text)
         found = {r: follow.outcome(folder, r) for r in range(world_size)}
     finally:
         with launch.uninterrupted():
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder.path, ignore_errors=True)
+    if end is not None and end.interrupted:
+        if end.message:
+            output.show(end.message)
+        stop = KeyboardInterrupt()
+        # IPython: where everyone was stands above; the notebook's own frames would hide it.
+        stop._render_traceback_ = lambda: ["KeyboardInterrupt: the ranks are ended"]
+        raise stop
     if end is not None:
         error = _error(end, {r: o for r, o in found.items() if o is not None})
         error.output = outputs
@@ -129,22 +140,24 @@ def _values(found: list[tuple], trace: bool) -> tuple[list, Any]:
 def _error(end: follow.End, found: dict[int, tuple]) -> RankError:
     """What to raise for a run that was ended; `found` has the outcomes of ranks that have one."""
     causes = {r: value for r, (kind, value, _) in found.items() if kind == "error"}
+    for r, cause in causes.items():
+        with contextlib.suppress(Exception):  # an exception's own methods may raise anything
+            cause.add_note(diagnose.whole(found[r][2]))
     if end.message:
         return RankError(end.message, causes, end.hung)
     deaths = {r.rank: r.died for r in end.ranks if r.died is not None and r.rank not in found}
-    said: dict[str, list[int]] = {}
+    said: dict[int, str] = {}
     for r in range(len(end.ranks)):
         kind, value, more = found.get(r, ("death", deaths.get(r), None))
         if kind == "error" and deaths and diagnose.lost_connection(value):
             continue  # an effect of a rank's end, which some ranks notice and others don't
         if kind == "error":
-            value = diagnose.raised(more[0], value, more[1])
+            value = diagnose.raised(value, more)
         if kind != "value" and value is not None:
-            said.setdefault(value, []).append(r)
-    lines = [f"{output.ranks_text(ranks)} {text}" for text, ranks in said.items()]
+            said[r] = value
+    lines = [f"{output.ranks_text(ranks)} {text}" for text, ranks in diagnose.folded(said).items()]
     unwritten = [isinstance(e, NotImplementedError) for e in causes.values()]
     if unwritten and all(unwritten) and not deaths:
         return NotWritten("\n".join(lines), causes)
-    told = {r for ranks in said.values() for r in ranks}
-    lines += diagnose.states(end.ranks, end.ledger, leave_out=told)
+    lines += diagnose.states(end.ranks, end.ledger, leave_out=set(said))
     return RankError("\n".join(lines), causes)

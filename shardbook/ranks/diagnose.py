@@ -1,57 +1,39 @@
 """What each rank was doing when a run failed or hung, in words."""
 
 import linecache
-import os
 import re
 import traceback
+import types
 from collections import defaultdict
 
-import torch
-
-from .ledger import Ledger, Rank, at, place
-from .output import ranks_text
+from ..words import at, foreign, hidden, learners, place, ranks_text
+from . import mismatch, waits
+from .ledger import Ledger
+from .log import Rank
 
 LONG = 4000  # characters of an exception's text; .causes has it whole
-_TORCH = os.path.dirname(torch.__file__)
-_HERE = os.path.dirname(__file__)
-_OURS = tuple(os.path.join(_HERE, f) for f in ("worker.py", "ranks.py", "in_place.py", "calls.py"))
+MOST_LINES = 5  # that led to an exception
+MAKE_GROUPS = {"new_group", "new_subgroups", "split_group", "init_device_mesh"}
+_STAMP = re.compile(r"^\[rank\d+\]:\s*\[[A-Z]\d{4} [\d:.]+ [^\]]*\]\s*")  # glog's, before its text
 
 
-def hang(ranks: list[Rank], ledger: Ledger, stacks: dict[int, str], limit: str) -> str:
-    """Why the run does not end, who waits for whom, and where the others are."""
+def hang(ranks: list[Rank], ledger: Ledger, stacks: dict[int, str], ended: str) -> str:
+    """Why the run does not end, who waits for whom, and where the others are.
+
+    `ended` is "ended after 4 s", or "interrupted after 4 s"; "" if it is clear without a deadline.
+    """
     doing = {r.rank: _doing(r, ledger, stacks) for r in ranks}
-    waits = [e for r in ranks for e in r.waiting.values() if ledger.missing(e)]
-    if not waits:  # DDP waits in C++, unseen: what it waits for is at least open
-        waits = [e for r in ranks for e in r.calls.values() if ledger.missing(e) and not e.p2p]
-    collectives = [e for e in waits if not e.p2p]
-    if collectives:
-        first = min(collectives, key=lambda e: (e.index, e.rank))
-        missing = ledger.missing(first)
-        same = [
-            e.rank for e in collectives if (e.group, e.index) == (first.group, first.index)
-        ]  # fmt: skip
-        verb = "is" if len(same) == 1 else "are"
-        head = (
-            f"{ranks_text(missing)} never entered {first.name(ledger.world_size)}"
-            f"{at(first.where)}; {ranks_text(same)} {verb} waiting"
-        )
-        told = same
-    elif waits:
-        first = waits[0]
-        head = f"rank {first.rank} waits in {first.name(ledger.world_size)}{at(first.where)}"
-        if first.op == "recv":
-            who = f"rank {first.peer}" if first.peer >= 0 else "no rank"
-            head += f", but {who} " + ("never sends it" if first.peer >= 0 else "sends")
-        else:
-            head += f", but rank {first.peer} does not receive it"
-        back = [e for r in ranks if r.rank == first.peer for e in r.waiting.values()]
-        if first.op == "send" and any(e.op == "send" for e in back):
-            head += ": it is in a send itself (use isend, or let one side receive first)"
-        told = [first.rank]
+    stuck = waits.stuck(ranks, ledger)
+    told: set[int] = set()
+    if head := mismatch.astray(list(stuck.values()), ledger):
+        pass
     else:
-        head, told = f"no end after {limit}", []
-    if limit and (collectives or waits):
-        head += f" (ended after {limit})"
+        head, told = waits.headline(ranks, ledger)
+    if head:
+        head += f" ({ended})" if ended else ""
+    else:
+        head = ended.replace("ended after", "no end after") or "no rank can go on"
+    told -= {r for r, e in stuck.items() if e.handling}  # what hides there is still to be said
     return "\n".join([head, *_grouped({r: t for r, t in doing.items() if r not in told})])
 
 
@@ -62,7 +44,8 @@ def _doing(rank: Rank, ledger: Ledger, stacks: dict[int, str]) -> str:
         return "returned"
     entry = rank.last_wait if rank.finished else next(iter(rank.waiting.values()), None)
     if entry is not None:
-        return f"waiting in {entry.name(ledger.world_size)}{at(entry.where)}"
+        behind = f", while handling {entry.handling}" if entry.handling else ""
+        return f"waiting in {ledger.name(entry)}{at(entry.where)}{behind}"
     if not rank.started:
         return "not started"
     line = stacks.get(rank.rank)
@@ -83,26 +66,26 @@ def states(ranks: list[Rank], ledger: Ledger, leave_out: set[int]) -> list[str]:
 
 def stack_line(text: str) -> str:
     """ "cell line 3 in step: time.sleep(100)" from what faulthandler wrote, the main thread's."""
-    main = text.split("\n\n")[-1]
-    return _innermost(re.findall(r'File "(.*)", line (\d+) in (.*)', main))
+    main = re.findall(r'File "(.*)", line (\d+) in (.*)', text.split("\n\n")[-1])[::-1]
+    return _line(main[main[:1] == [("<string>", "1", "<module>")] :])  # the fork server's own
 
 
-def frame_line(frame) -> str:
+def frame_line(frame: types.FrameType) -> str:
     """The same from a frame of this process."""
-    stack = traceback.extract_stack(frame)[::-1]
-    return _innermost([(f.filename, f.lineno, f.name) for f in stack])
+    return _line([(f.filename, f.lineno, f.name) for f in traceback.extract_stack(frame)])
 
 
-def _innermost(frames: list[tuple]) -> str:
-    for file, line, name in frames:
-        if not _internal(file) and not file.startswith(os.path.dirname(os.__file__) + os.sep):
-            source = linecache.getline(file, int(line)).strip()
-            return f"{place(file, line)} in {name}" + (f": {source}" if source else "")
-    return ""
+def _line(frames: list[tuple]) -> str:
+    found = learners(frames)
+    if found is None:
+        return ""
+    makes_groups = any(name in MAKE_GROUPS and hidden(file) for file, _, name in frames)
+    return _source(*found) + (", which every rank must call" if makes_groups else "")
 
 
-def _internal(file: str) -> bool:
-    return file.startswith((_TORCH, "<frozen")) or file in _OURS
+def _source(file: str, line: int | str, function: str) -> str:
+    source = linecache.getline(file, int(line)).strip()
+    return f"{place(file, line)} in {function}" + (f": {source}" if source else "")
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -112,21 +95,55 @@ def lost_connection(error: BaseException) -> bool:
     )
 
 
-def raised(name: str, error: BaseException, frames: list[tuple]) -> str:
-    """What a rank raised and where, and the lines that led there; to be read after "rank 2 "."""
-    text = str(error)
-    if isinstance(error, RuntimeError):
-        text = text.removeprefix(f"{name}: ")  # an exception that can't be sent became this one
-    if len(text) > LONG:
-        text = f"{text[:LONG]} … ({len(text):,} characters)"
-    frames = [f for f in frames if not _internal(f[0])]
-    line = f" ({place(*frames[-1][:2])})" if frames else ""
+def raised(error: BaseException, links: list[tuple]) -> str:
+    """What a rank raised and where, and the lines that led there; to be read after "rank 2 ".
+
+    `links` has (type, text, frames) of the error and of what it was raised from.
+    """
+    (name, text, frames), *causes = links
+    own = learners(frames)
+    line = f" ({place(*own[:2])})" if own else ""
     if isinstance(error, SystemExit):
         head = f"called sys.exit({'' if error.code is None else repr(error.code)}){line}"
     else:
-        head = f"raised {name}{f': {text}' if text else ''}{line}"
-    lines = []
-    for file, number, function in frames[-5:]:
-        source = linecache.getline(file, number).strip()
-        lines.append(f"    {place(file, number)} in {function}" + (f": {source}" if source else ""))
+        head = f"raised {_said(name, text)}{line}"
+    lines = [f"    {_source(*frame)}" for frame in _shown(frames)]
+    for name, text, frames in causes:
+        own = learners(frames)
+        line = f" ({place(*own[:2])})" if own else ""
+        lines.append(f"    caused by {_said(name, text)}{line}")
     return "\n".join([head, *lines])
+
+
+def whole(links: list[tuple]) -> str:
+    """Every line that led to the error, the machinery's too: a note for the exception."""
+    frames = [(file, number, function, None) for file, number, function in links[0][2]]
+    return "Traceback of the rank:\n" + "".join(traceback.format_list(frames)).rstrip()
+
+
+def _said(name: str, text: str) -> str:
+    text = _STAMP.sub("", text.strip())
+    if len(text) > LONG:
+        text = f"{text[:LONG]} … ({len(text):,} characters)"
+    return f"{name}: {text}" if text else name
+
+
+def _shown(frames: list[tuple]) -> list[tuple]:
+    """The last lines that are no machinery, with the learner's innermost among them."""
+    shown = [f for f in frames if not hidden(f[0])]
+    last = shown[-MOST_LINES:]
+    own = learners(frames)
+    if own is None or own in last or foreign(own[0]):
+        return last
+    return [own, *last[1:]]
+
+
+def folded(said: dict[int, str]) -> dict[str, list[int]]:
+    """Texts of ranks -> the ranks that said it; the same but for the rank's own number is one."""
+    by_key: dict[str, list[int]] = defaultdict(list)
+    for r, text in said.items():
+        by_key[re.sub(rf"\brank {r}\b", "rank \0", text)].append(r)
+    found: dict[str, list[int]] = {}
+    for key, ranks in by_key.items():
+        found.setdefault(key.replace("rank \0", ranks_text(ranks)), []).extend(ranks)
+    return found

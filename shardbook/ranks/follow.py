@@ -8,7 +8,11 @@ import signal
 import time
 
 from . import diagnose, output
-from .ledger import Ledger, Rank
+from .folder import Folder
+from .launch import uninterrupted
+from .ledger import Ledger
+from .log import Rank
+from .mismatch import left_over, mismatch
 
 _START_LIMIT = 120  # seconds until the first rank runs: the fork server imports torch once
 _SETTLE = 0.3  # seconds without news before ranks that can't go on count as hung
@@ -21,14 +25,37 @@ class End:
 
     message: str = ""
     hung: bool = False
+    interrupted: bool = False
     ranks: list[Rank] = dataclasses.field(default_factory=list)
     ledger: Ledger | None = None
 
 
-def follow(processes: list, folder: str, timeout: float, tail: output.Tail | None) -> End | None:
+def follow(processes: list, folder: Folder, timeout: float, tail: output.Tail | None) -> End | None:
     """Follow the ranks until all have returned (None) or the run can't go on."""
-    ranks = [Rank(r, folder) for r in range(len(processes))]
+    ranks = [Rank(r, folder.calls(r)) for r in range(len(processes))]
     ledger = Ledger(len(ranks))
+    start = time.monotonic()
+    try:
+        return _follow(processes, folder, timeout, tail, ranks, ledger)
+    except KeyboardInterrupt:
+        with uninterrupted():
+            for r in ranks:
+                r.read(ledger)
+            stacks = _stacks(processes, ranks, folder)
+            after = f"interrupted after {time.monotonic() - start:.0f} s"
+            running = all(r.started for r in ranks)
+            text = diagnose.hang(ranks, ledger, stacks, after) if running else ""
+            return End(text, interrupted=True)
+
+
+def _follow(
+    processes: list,
+    folder: Folder,
+    timeout: float,
+    tail: output.Tail | None,
+    ranks: list[Rank],
+    ledger: Ledger,
+) -> End | None:
     start = news = time.monotonic()
     started = failed = None
     pause = 0.002
@@ -47,10 +74,10 @@ def follow(processes: list, folder: str, timeout: float, tail: output.Tail | Non
             time.sleep(0.15)  # let the others come to it too
             for r in ranks:
                 r.read(ledger)
-            return End(ledger.mismatch())
+            return End(mismatch(ledger))
         bad = [r for r in ranks if r.gone and not r.returned]
         if not bad and all(r.finished for r in ranks):
-            left = ledger.skipped() or ledger.unreceived()
+            left = left_over(ledger)
             return End(left) if left else None
         if flooded := [r.rank for r in ranks if _printed(folder, r.rank) > output.MOST_BYTES]:
             most = f"{output.MOST_BYTES // 2**20} MB"
@@ -73,24 +100,26 @@ def follow(processes: list, folder: str, timeout: float, tail: output.Tail | Non
             return End(f"no rank has started within {_START_LIMIT} s", hung=True)
         if started is not None and now - started > timeout:
             stacks = _stacks(processes, ranks, folder)
-            return End(diagnose.hang(ranks, ledger, stacks, f"{timeout:g} s"), hung=True)
+            return End(
+                diagnose.hang(ranks, ledger, stacks, f"ended after {timeout:g} s"), hung=True
+            )
 
 
 def _stuck(rank: Rank, ledger: Ledger) -> bool:
     return bool(rank.waiting) and all(ledger.missing(e) for e in rank.waiting.values())
 
 
-def _printed(folder: str, rank: int) -> int:
+def _printed(folder: Folder, rank: int) -> int:
     try:
-        return os.stat(f"{folder}/output-{rank}").st_size
+        return os.stat(folder.output(rank)).st_size
     except FileNotFoundError:
         return 0
 
 
-def outcome(folder: str, rank: int) -> tuple | None:
-    """("value", value, trace), ("error", exception, (type, frames)), ("unsendable", why, None)."""
+def outcome(folder: Folder, rank: int) -> tuple | None:
+    """("value", value, trace), ("error", exception, links), ("unsendable", why, None)."""
     try:
-        with open(f"{folder}/outcome-{rank}", "rb") as f:
+        with open(folder.outcome(rank), "rb") as f:
             outcome = f.read()
     except FileNotFoundError:
         return None
@@ -111,17 +140,19 @@ def _death(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def _stacks(processes: list, ranks: list, folder: str) -> dict[int, str]:
+def _stacks(processes: list, ranks: list[Rank], folder: Folder) -> dict[int, str]:
     """Where the Python code of each running rank is."""
     if not hasattr(signal, "SIGUSR1"):
         return {}
     running = [r.rank for r in ranks if r.started and not r.gone and not r.waiting]
+    if not running:
+        return {}
     for r in running:
         with contextlib.suppress(ProcessLookupError):
             os.kill(processes[r].pid, signal.SIGUSR1)
     time.sleep(0.3)
     found = {}
     for r in running:
-        with contextlib.suppress(OSError), open(f"{folder}/stack-{r}") as f:
+        with contextlib.suppress(OSError), open(folder.stack(r)) as f:
             found[r] = diagnose.stack_line(f.read())
     return found

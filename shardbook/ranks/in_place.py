@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from .. import calls
 from ..devices import backend, set_rank_device, too_few
-from . import diagnose, worker
+from ..words import at
+from . import diagnose, pickles, worker
 from .result import NotWritten, RankError, Result
 
 
@@ -89,9 +90,11 @@ def _place() -> tuple[int, int]:
 
 def _packed(value: object, recorded: object, rank: int) -> bytes:
     try:
-        return worker.dumps((value, recorded))
+        return pickles.dumps((value, recorded))
     except Exception as error:
-        raise RankError(f"rank {rank} {worker.cannot_send(value, error)}", {rank: error}) from error
+        raise RankError(
+            f"rank {rank} {pickles.cannot_send(value, error)}", {rank: error}
+        ) from error
 
 
 @contextlib.contextmanager
@@ -110,11 +113,11 @@ def _deadline(rank: int, timeout: float) -> Iterator[None]:
         if waiting:
             call = waiting[-1]
             peer = f" (peer: rank {call.peer})" if call.peer is not None else ""
-            file, _, line = call.where.rpartition(":")
-            at = f"waits in {call.op}{peer}, {diagnose.place(file, line)}"
+            line = f", {at(call.where)[2:-1]}" if call.where else ""
+            here = f"waits in {call.op}{peer}{line}"
         else:
-            at = f"is at {diagnose.frame_line(sys._current_frames()[main])}"
-        text = f"RankError: rank {rank} did not end within {timeout:g} s: it {at}\n"
+            here = f"is at {diagnose.frame_line(sys._current_frames()[main])}"
+        text = f"RankError: rank {rank} did not end within {timeout:g} s: it {here}\n"
         os.write(2, text.encode())
         os._exit(1)
 

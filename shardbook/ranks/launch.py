@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from . import processes, worker
+from .folder import Folder
 from .result import RankError
 
 
@@ -41,7 +42,7 @@ def store() -> Iterator[dist.TCPStore]:
 
 
 @contextlib.contextmanager
-def started(world_size: int, folder: str) -> Iterator[list]:
+def started(world_size: int, folder: Folder) -> Iterator[list]:
     """The ranks' processes; whatever happens, none is left when the block ends."""
     before = set(multiprocessing.active_children())
     context = None

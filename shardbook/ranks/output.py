@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from ..words import ranks_text
+
 SHOWN_LINES = 200  # of one run, in the notebook; Result.output holds them all
 SHOWN_CHARACTERS = 500  # of one line
 MOST_BYTES = 64 * 2**20  # of one rank, after which the run is ended
@@ -15,18 +17,6 @@ LIVE_AFTER = 3.0  # seconds after which rank 0's lines are shown as they come
 
 # gloo announces every group it connects, on stdout.
 _NOISE = re.compile(rb"^\[Gloo\] Rank \d+ is connected to .*\n?", re.MULTILINE)
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` as "ranks 0-2, 5"; ``[3]`` as "rank 3"."""
-    spans: list[list[int]] = []
-    for r in sorted(ranks):
-        if spans and r == spans[-1][1] + 1:
-            spans[-1][1] = r
-        else:
-            spans.append([r, r])
-    parts = [str(a) if a == b else f"{a}-{b}" for a, b in spans]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
 
 
 def read(path: str) -> str:

@@ -7,7 +7,6 @@ early is told apart from one whose connection broke.
 
 import contextlib
 import faulthandler
-import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -15,12 +14,8 @@ import pickle
 import signal
 import sys
 import threading
-import traceback
-import types
 import warnings
-from collections import ChainMap
 from datetime import timedelta
-from typing import ClassVar
 
 import cloudpickle
 import torch
@@ -29,46 +24,31 @@ import torch.distributed as dist
 from .. import calls
 from ..devices import backend, set_rank_device
 from . import processes
+from .folder import Folder
+from .log import Log
+from .pickles import cannot_send, dumps, failure
 
 in_rank = False  # True in a process that `sb.run` started
 
 
-def _code_with_its_file(code: types.CodeType) -> tuple:
-    make, args = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
-    return make, tuple(code.co_filename if a == "<dynamic-code>" else a for a in args)
-
-
-class _Pickler(cloudpickle.Pickler):
-    # cloudpickle forgets where code comes from; the messages need its file and line.
-    dispatch_table: ClassVar = ChainMap(
-        {types.CodeType: _code_with_its_file}, cloudpickle.Pickler.dispatch_table
-    )
-
-
-def dumps(value: object) -> bytes:
-    """Pickle by value what cells and the main file define, by reference what modules define."""
-    with io.BytesIO() as file:
-        _Pickler(file).dump(value)
-        return file.getvalue()
-
-
-def main(local_rank: int, folder: str) -> None:
+def main(local_rank: int, folder: Folder) -> None:
     """Run the job of this folder as this rank; never returns."""
     global in_rank
     in_rank = True
-    with open(f"{folder}/job", "rb") as f:
+    with open(folder.job, "rb") as f:
         job = pickle.load(f)
-    _capture(f"{folder}/output-{local_rank}")
-    log = _Log(f"{folder}/calls-{local_rank}")
+    _capture(folder.output(local_rank))
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # a group of its own, so that what this rank starts can be ended with it
-    log.write("S", os.getpid())
+    log = Log(folder.calls(local_rank), local_rank)
+    # The fork server's own way to start processes is none that the function should find.
+    multiprocessing.set_start_method(job["start_method"], force=True)
     _end_with_parent()
     processes.adopt_orphans()
     warnings.formatwarning = lambda message, kind, *_, **__: f"{kind.__name__}: {message}\n"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the notebook's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with open(f"{folder}/stack-{local_rank}", "w") as stack:
+    with open(folder.stack(local_rank), "w") as stack:
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         # The last resort, should this process be stuck where no Python runs and the parent be gone.
@@ -79,13 +59,13 @@ def main(local_rank: int, folder: str) -> None:
             sys.stdout.flush()
         if os.getpid() != rank:  # a child that the function forked: the rank itself reports
             os._exit(0)
-        with open(f"{folder}/outcome-{local_rank}", "wb") as f:
+        with open(folder.outcome(local_rank), "wb") as f:
             f.write(outcome)
-        log.write("F", kind)
+        log.finish(kind)
         threading.Event().wait()
 
 
-def _attempt(job: dict, local_rank: int, log: "_Log") -> tuple[str, bytes]:
+def _attempt(job: dict, local_rank: int, log: Log) -> tuple[str, bytes]:
     try:
         os.environ.clear()
         os.environ.update(job["environ"] | _environment(job, local_rank))
@@ -106,53 +86,11 @@ def _attempt(job: dict, local_rank: int, log: "_Log") -> tuple[str, bytes]:
         finally:
             recorded = trace.stop() if job["trace"] else None
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: every rank reports
-        return "error", _failure(error)
+        return "error", failure(error)
     try:
         return "value", dumps(("value", value, recorded))
     except BaseException as error:
         return "unsendable", dumps(("unsendable", cannot_send(value, error), None))
-
-
-def cannot_send(value: object, error: BaseException) -> str:
-    """Why a return value that can't be pickled is refused, and what to return instead."""
-    reason = f"{type(error).__name__}: {_text(error)}".splitlines()[0]
-    return (
-        f"returned {_kind(value)}, which can't be sent back ({reason}); "
-        "return tensors, numbers or lists"
-    )
-
-
-def _kind(value) -> str:
-    name = type(value).__qualname__
-    if isinstance(value, (list, tuple)) and value:
-        return f"a {name} of {', '.join(dict.fromkeys(type(v).__qualname__ for v in value))}"
-    if isinstance(value, dict) and value:
-        kinds = ", ".join(dict.fromkeys(type(v).__qualname__ for v in value.values()))
-        return f"a dict with values of type {kinds}"
-    return f"an object of type {name}"
-
-
-def _failure(error: BaseException) -> bytes:
-    frames = [
-        (f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)
-    ]
-    name = type(error).__name__
-    for candidate in (error, RuntimeError(f"{name}: {_text(error)}")):
-        try:
-            str(candidate)  # it is shown, so it must have a text
-            payload = dumps(("error", candidate, (name, frames)))
-            cloudpickle.loads(payload)  # some exceptions pickle, but don't come back
-            return payload
-        except BaseException:  # an exception's own methods may raise anything
-            continue
-    raise AssertionError("a RuntimeError can always be pickled")
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException:
-        return "(its text can't be shown)"
 
 
 def _environment(job: dict, local_rank: int) -> dict[str, str]:
@@ -199,46 +137,3 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-class _Log:
-    """One line an event, in one write each, so that the file is whole whenever this process ends.
-
-    S pid / C number op count group ranks peer tag shape dtype nbytes where / W number / D number
-    / T (a thread other than the first has made a call) / F kind (the outcome is written).
-    """
-
-    def __init__(self, path: str):
-        self.fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        self.number = 0
-        self.counts: dict[tuple, int] = {}
-        self.main = threading.get_ident()
-        self.threads = False
-
-    def write(self, *fields) -> None:
-        os.write(self.fd, ("\t".join(map(str, fields)) + "\n").encode("utf-8", "replace"))
-
-    def call(self, event: str, call: calls.Call) -> None:
-        if event == "enter":
-            if not self.threads and threading.get_ident() != self.main:
-                self.threads = True
-                self.write("T")
-            key = (call.op, call.group_name, call.peer if call.op in ("send", "recv") else None)
-            self.counts[key] = self.counts.get(key, 0) + 1
-            call.number, self.number = self.number, self.number + 1
-            self.write(
-                "C",
-                call.number,
-                call.op,
-                self.counts[key],
-                call.group_name,
-                ",".join(map(str, call.group)),
-                -1 if call.peer is None else call.peer,
-                call.tag,
-                ",".join(map(str, call.shape)),
-                str(call.dtype).removeprefix("torch."),
-                call.nbytes,
-                call.where,
-            )
-        elif hasattr(call, "number"):
-            self.write("W" if event == "wait" else "D", call.number)
