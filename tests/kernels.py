@@ -281,6 +281,7 @@ def _become_fork_server(theirs: socket.socket) -> None:
 def main() -> Callable[[], None] | None:
     mine = at_start(dict(os.environ))  # before an import adds to it
     os.environ.setdefault("MPLBACKEND", INLINE)
+    os.environ["JPY_PARENT_PID"] = str(os.getpid())  # ipykernel reads it when it is imported
     del sys.path[0]  # the folder of `python -m`, which a kernel leaves out too
     for name in PRELOAD:
         importlib.import_module(name)
