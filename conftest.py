@@ -15,6 +15,8 @@ from tests.kernels import Kernels
 # sb.run warns in the cell where there are fewer devices than ranks; nbval would compare that.
 _IGNORED = "ignore:More ranks than devices"
 os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), _IGNORED]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as book/build.py executes notebooks
+os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("SHARDBOOK_LIVE", "0")  # output in one piece, however long a run takes
 
 

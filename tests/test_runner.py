@@ -27,12 +27,12 @@ seen = {
     "threads": sorted(t.name.split("-")[0] for t in threading.enumerate()),
     "signals": {s.name: str(signal.getsignal(s)).split(" at ")[0] for s in signal.Signals
                 if s not in (signal.SIGKILL, signal.SIGSTOP)},
-    "filters": [f[:3:2] for f in warnings.filters if f[2] in (Warning, UserWarning, FutureWarning)],
     "handlers": [type(h).__name__ for h in logging.getLogger().handlers],
     "environ": {k: v for k, v in os.environ.items() if k != "JPY_PARENT_PID"},
 }
-import matplotlib, matplotlib.pyplot as plt, torch
+import matplotlib, matplotlib.pyplot as plt, torch, torch._dynamo
 import shardbook as sb
+seen["filters"] = sorted(set(map(str, warnings.filters)))  # each import adds its own
 seen["torch"] = [torch.get_num_threads(), str(torch.get_default_dtype()), torch.initial_seed()]
 seen["torch"] += [float(torch.rand(())), torch.is_grad_enabled()]
 seen["backend"] = plt.get_backend()
