@@ -5,7 +5,7 @@
     labs/NN_name.ipynb        lab.py with the exercises blanked, not executed
 
 Only what changed is built again, unless --all. ``--check`` executes nothing and says what is not
-as its source gives it. README.md tells how a source is written.
+as its source gives it. DEVELOPING.md tells how a source is written.
 """
 
 import argparse

@@ -184,7 +184,10 @@ def test_readme_and_ci_name_what_exists():
     readme = (ROOT / "README.md").read_text()
     for path in re.findall(r"\]\(([^)#:]+)\)", readme):
         assert (ROOT / path).exists(), f"README links to {path}"
-    for target in re.findall(r"`make ([\w-]+)", readme):
+    developing = (ROOT / "DEVELOPING.md").read_text()
+    for path in re.findall(r"`((?:shardbook|book|tests|tools)/[\w/]+\.(?:py|js))`", developing):
+        assert (ROOT / path).exists(), f"DEVELOPING.md names {path}"
+    for target in re.findall(r"`make ([\w-]+)", readme + developing):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
