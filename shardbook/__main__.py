@@ -16,6 +16,8 @@ COMMANDS = {  # name: (module with main(arguments) -> exit code, what it does)
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal that knows no ✓ gets a "?" in its place
+        sys.stdout.reconfigure(errors="replace")
     if not argv or argv[0] in ("-h", "--help", "help"):
         print("usage: python -m shardbook COMMAND …\n")
         print("\n".join(f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()))

@@ -1,22 +1,25 @@
-"""Read a learner's answers from a Python file or a notebook.
+"""Read a learner's answers from a Python file or a notebook, and load one of them.
 
-A Python file is run as an import would run it. Of a notebook only what an exercise needs is run:
-the statements that define its name and, in turn, the names those use; so a demo that fails, takes
-minutes or ends the kernel does not stand between an answer and its check.
+A Python file is run as an import would run it. Of a notebook only what an exercise needs is run
+(statements.py says what that is); so a demo that fails, takes minutes or ends the kernel does not
+stand between an answer and its check.
 """
 
 import ast
-import builtins
 import dataclasses
+import io
 import json
-import linecache
 import os
 import sys
 import tempfile
+import tokenize
 import types
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from ..notebook.lab import unwritten
+from .statements import Statement, closure, futures, remember, statements
 
 MODULE = "answers"
 SCRATCH = "SHARDBOOK_SCRATCH"  # a folder that the parent removes, set in the process of an answer
@@ -27,16 +30,25 @@ class Unusable(Exception):
 
 
 class Missing(Exception):
-    """The file defines no such name, or its definition raised."""
+    """The file defines no such name, or only imports ours."""
+
+
+class NotLoaded(Exception):
+    """What defines the name, or what that needs, could not be run; the message says why."""
 
 
 @dataclasses.dataclass
 class Answers:
-    """The text of an answers file: `parts` are (title, source) of the file or of each cell."""
+    """The text of an answers file: `parts` are (title, source) of the file or of each cell.
+
+    `stuck` holds what was seen to hang, or to end its process, while it was loaded: the statement's
+    index and how. It is not run a second time.
+    """
 
     path: str
     parts: list[tuple[str, str]]
     notebook: bool
+    stuck: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
 def read(path: str | Path) -> Answers:
@@ -53,14 +65,11 @@ def read(path: str | Path) -> Answers:
         raise Unusable(f"{path}: {error.strerror or error}") from error
     if path.suffix == ".ipynb":
         return Answers(str(path), _cells(path, raw), True)
-    parse(raw, str(path))
+    _parse(raw, str(path))
     return Answers(str(path), [(str(path), _decode(raw, path))], False)
 
 
 def _decode(raw: bytes, path: Path) -> str:
-    import io
-    import tokenize
-
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         return raw.decode(encoding).replace("\r\n", "\n")
@@ -68,10 +77,9 @@ def _decode(raw: bytes, path: Path) -> str:
         raise Unusable(f"{path} is no Python text: {error}") from error
 
 
-def parse(source: str | bytes, title: str) -> ast.Module:
-    """The syntax tree, or Unusable with the line."""
+def _parse(source: bytes, title: str) -> None:
     try:
-        return ast.parse(source, title)
+        ast.parse(source, title)
     except SyntaxError as error:
         raise Unusable(f"{title}, line {error.lineno}: {error.msg}") from error
     except (ValueError, RecursionError, MemoryError) as error:
@@ -91,28 +99,46 @@ def _cells(path: Path, raw: bytes) -> list[tuple[str, str]]:
     return texts
 
 
-def load(answers: Answers, name: str) -> Any:
-    """Run what `name` needs and return its object. Raises what the code raises, or Missing."""
+@dataclasses.dataclass
+class Loaded:
+    """An answer, and which of the names it uses could not be made, with the reason."""
+
+    answer: Any
+    failed: dict[str, str]
+
+
+def load(answers: Answers, name: str, at: Callable[[int], None] = lambda index: None) -> Loaded:
+    """Run what `name` needs. Raises what a file raises, NotLoaded or Missing.
+
+    Before a statement of a notebook is run, `at` is told its index.
+    """
     module = types.ModuleType(MODULE)
     module.__file__ = _copy(answers)
     sys.modules[MODULE] = module  # dataclasses and pickle look it up
     folder = str(Path(answers.path).resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    before = set(sys.modules)
+    before, failed = set(sys.modules), {}
     if answers.notebook:
-        _run_needed(answers, name, module.__dict__)
+        failed = _run_needed(answers, name, module.__dict__, at)
     else:
         title, source = answers.parts[0]
-        _remember(title, source)
+        remember(title, source)
         exec(compile(source, title, "exec", dont_inherit=True), module.__dict__)
     _carry_by_value(module, folder, before)
     if name not in module.__dict__:
+        if name in failed:
+            raise NotLoaded(failed[name])
         raise Missing(f"{answers.path} defines no {name}")
     origin = str(getattr(module.__dict__[name], "__module__", ""))
     if origin.startswith("shardbook."):
         raise Missing(f"{answers.path} imports {name} from {origin}: write it there to check it")
-    return module.__dict__[name]
+    return Loaded(module.__dict__[name], failed)
+
+
+def uses(answers: Answers, name: str) -> set[str]:
+    """The names that the definition of `name` needs, in turn."""
+    return closure(statements(answers.parts), name)[1] - {name}
 
 
 def _copy(answers: Answers) -> str:
@@ -136,90 +162,31 @@ def _carry_by_value(module: types.ModuleType, folder: str, before: set[str]) -> 
             cloudpickle.register_pickle_by_value(found)
 
 
-def _remember(title: str, source: str) -> None:
-    """inspect.getsource and tracebacks find the text even if the file is gone or is a cell."""
-    linecache.cache[title] = (len(source), None, source.splitlines(keepends=True), title)
-
-
-# Notebooks
-
-
-def _run_needed(answers: Answers, name: str, namespace: dict) -> None:
-    statements = [s for title, text in answers.parts for s in _statements(title, text)]
-    trouble = ""
-    for title, node in needed(statements, name):
+def _run_needed(
+    answers: Answers, name: str, namespace: dict, at: Callable[[int], None]
+) -> dict[str, str]:
+    """Run the statements that `name` needs, in order; the names that failed, with the reason."""
+    found = statements(answers.parts)
+    chosen = closure(found, name)[0]
+    for index in chosen:
+        if index in answers.stuck:
+            raise NotLoaded(f"it needs {found[index].where}, which {answers.stuck[index]}")
+    failed: dict[str, str] = {}
+    flags = futures(found)
+    for index in chosen:
+        at(index)
         try:
-            exec(compile(ast.Module([node], []), title, "exec", dont_inherit=True), namespace)
-        except NotImplementedError:
-            raise
-        except Exception as error:
-            trouble = f"{title}, line {node.lineno}: {type(error).__name__}: {error}"
-            if name in _binds(node):
+            _run(found[index], flags, namespace)
+        except (Exception, SystemExit) as error:
+            why = unwritten(error) or f"{type(error).__name__}: {error}"
+            failed |= dict.fromkeys(found[index].binds, f"{found[index].where}: {why}")
+            if name in found[index].binds and found[index].node is not None:
                 namespace.pop(name, None)
-    if trouble and name not in namespace:
-        raise Missing(f"{name} could not be defined ({trouble})")
+    return failed
 
 
-def _statements(title: str, text: str) -> list[tuple[str, ast.stmt]]:
-    """A cell's statements; magics are left out, and so is a cell that can't be parsed."""
-    first = text.lstrip().split("\n", 1)
-    if first[0].startswith(("%%time", "%%capture")):  # these run the cell as it is
-        text = first[1] if len(first) > 1 else ""
-    elif first[0].startswith("%%"):
-        return []
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        from IPython.core.inputtransformer2 import TransformerManager
-
-        try:  # magics and shell commands become calls, and calls alone define nothing
-            text = TransformerManager().transform_cell(text)
-            tree = ast.parse(text)
-        except (SyntaxError, ValueError):
-            return []
-    _remember(title, text)
-    return [(title, node) for node in tree.body]
-
-
-def needed(statements: list[tuple[str, ast.stmt]], name: str) -> list[tuple[str, ast.stmt]]:
-    """The statements, in order, that define `name` and what those use; star imports always."""
-    chosen: set[int] = set()
-    wanted, seen = [name], {name}
-    while wanted:
-        target = wanted.pop()
-        for i, (_, node) in enumerate(statements):
-            if i in chosen or not ({target, "*"} & _binds(node)):
-                continue
-            chosen.add(i)
-            used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-            new = used - seen - set(dir(builtins))
-            seen |= new
-            wanted += new
-    return [statements[i] for i in sorted(chosen)]
-
-
-def _binds(node: ast.stmt) -> set[str]:
-    """Names a top-level statement defines or changes: x = …, x.y = …, x[0] = …, def x, import x."""
-    if isinstance(node, ast.Expr):
-        return {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
-    return set(_bound(node))
-
-
-def _bound(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        yield node.name
-        return  # what its body binds is its own
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        for alias in node.names:
-            yield (alias.asname or alias.name).split(".")[0]
-        return
-    if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
-        if isinstance(node.ctx, ast.Store):
-            while not isinstance(node, ast.Name):
-                if not isinstance(node, (ast.Attribute, ast.Subscript)):
-                    return
-                node = node.value
-            yield node.id
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _bound(child)
+def _run(statement: Statement, flags: int, namespace: dict) -> None:
+    if statement.error is not None:
+        raise statement.error
+    tree = ast.Module([statement.node], [])
+    exec(compile(tree, statement.title, "exec", flags, dont_inherit=True), namespace)

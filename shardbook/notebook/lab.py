@@ -1,6 +1,10 @@
 """What makes a lab pleasant: unwritten exercises are no errors, predictions come first."""
 
 import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 _UNWRITTEN = re.compile(r"exercise \d+: [^'\"]+? is not written yet")
@@ -42,6 +46,35 @@ def _forgive(result) -> None:
     # The kernel replies "ok" and goes on with the next cell only if the result holds no error.
     if result is not None and unwritten(result.error_in_exec):
         result.error_in_exec = None
+
+
+def readable(lines: Iterable[str], width: int = 100) -> str:
+    """Lines as one text; where a person reads it, long ones are broken at the ends of words.
+
+    Neither JupyterLab nor a terminal does that. A ✓ line stays as it is.
+    """
+    ipython = sys.modules.get("IPython")
+    if ipython is None or ipython.get_ipython() is None:
+        if not sys.stdout.isatty():
+            return "\n".join(lines)
+        width = min(width, max(40, shutil.get_terminal_size().columns - 1))
+    return "\n".join(
+        part for text in lines for line in text.split("\n") for part in _cut(line, width)
+    )
+
+
+def _cut(line: str, width: int) -> list[str]:
+    if len(line) <= width or line.lstrip().startswith("✓"):
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=f"{indent}    ",
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def predict(what: str, predicted: Any, measured: Any, unit: str = "") -> None:

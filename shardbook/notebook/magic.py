@@ -9,6 +9,7 @@ import torch
 
 from ..ranks import cell as on_rank
 from ..ranks import run, worker
+from . import names
 
 USAGE = "%%ranks [number of ranks] [--trace] [--timeout SECONDS]"
 
@@ -26,25 +27,24 @@ def ranks(line: str, cell: str) -> Any:
     world_size, trace, timeout = options(line)
     source = "\n" + shell.transform_cell(cell)  # the magic's own line is the cell's first
     name = shell.compile.cache(source)
-    tree = ast.parse(source, name)
-    read, assigned = _names(tree)
+    code = compile(_print_last(ast.parse(source, name)), name, "exec")
+    read, assigned = names.reads(source), names.binds(source)
     if "get_ipython" in read and "get_ipython" not in cell:
         raise ValueError(
             "magics (%…), shell commands (!…) and help (?) don't run on ranks: take them out of "
             "the %%ranks cell, or run them in a cell of their own"
         )
-    code = compile(_print_last(tree), name, "exec")
     wanted = sorted(read - on_rank.GIVEN)
-    names = {n: shell.user_ns[n] for n in wanted if n in shell.user_ns}
-    names = _can_be_sent(names, assigned)
-    result = run(on_rank.body, code, names, world_size=world_size, timeout=timeout, trace=trace)
+    given = {n: shell.user_ns[n] for n in wanted if n in shell.user_ns}
+    given = _can_be_sent(given, assigned)
+    result = run(on_rank.body, code, given, world_size=world_size, timeout=timeout, trace=trace)
     return result.trace
 
 
-def _can_be_sent(names: dict[str, Any], assigned: set[str]) -> dict[str, Any]:
+def _can_be_sent(given: dict[str, Any], assigned: set[str]) -> dict[str, Any]:
     """The names that ranks can get; one that the cell makes itself need not be sent."""
-    sent = dict(names)
-    for name, value in names.items():
+    sent = dict(given)
+    for name, value in given.items():
         if isinstance(value, (torch.Tensor, types.ModuleType)):
             continue
         try:
@@ -88,14 +88,3 @@ def _print_last(tree: ast.Module) -> ast.Module:
         last.value = ast.copy_location(ast.Call(show, [last.value], []), last.value)
         ast.fix_missing_locations(last)
     return tree
-
-
-def _names(tree: ast.Module) -> tuple[set[str], set[str]]:
-    """The names that a cell reads, and those it assigns; attributes are neither."""
-    found: dict[type, set[str]] = {ast.Load: set(), ast.Store: set(), ast.Del: set()}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            found[type(node.ctx)].add(node.id)
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            found[ast.Load].add(node.target.id)
-    return found[ast.Load], found[ast.Store]
