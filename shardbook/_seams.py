@@ -219,14 +219,6 @@ def schedule_operations(name: str, num_stages: int, num_microbatches: int) -> li
 # The fork server (checks/isolate.py)
 
 
-def start_fork_server(modules: Iterable[str]) -> None:
-    """Start CPython's fork server with `modules` imported; public is only the first process."""
-    import multiprocessing.forkserver
-
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
-    multiprocessing.forkserver.ensure_running()
-
-
 def keep_parents_fork_server() -> None:
     """In a process that the fork server started: have the same server start its children.
 

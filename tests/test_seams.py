@@ -193,7 +193,6 @@ def outer(pipe):
     child.join()
 
 if __name__ == "__main__":
-    _seams.start_fork_server(["json"])
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     child = context.Process(target=outer, args=(theirs,))

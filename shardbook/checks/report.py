@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from ..chapters import chapter_of
-from ..notebook import progress
+from ..notebook import lab, progress
 from ..ranks import run
 from ..ranks.result import NotWritten, RankError
 from .wrong import Hint, Wrong, hint_for, noting, say, unwritten
@@ -199,7 +199,7 @@ def check(exercise: str) -> Callable:
         @functools.wraps(fn)
         def show(answer: Any) -> None:
             verdict = examine(answer)
-            print("\n".join(verdict.lines()))
+            print(lab.readable(verdict.lines()))
             chapter = chapter_of(fn.__module__)
             if chapter:
                 progress.record_in_notebook(chapter, exercise, verdict.status, answer)
