@@ -147,3 +147,14 @@ def test_private_names_of_other_packages_are_in_one_file():
         for line, name in private_names(p.read_text())
     ]
     assert not found, "move these to shardbook/_seams.py, with the reason:\n" + "\n".join(found)
+
+
+def test_the_palette_states_every_colour_of_a_picture():
+    """tracing/palette.py; the rooms that draw name its colours, and black and white."""
+    found = [
+        f"{p.relative_to(ROOT)}: {colour}"
+        for p in PACKAGE
+        if {"pictures", "studies"} & set(p.parts)
+        for colour in re.findall(r"""["']#[0-9a-fA-F]{3,8}["']|tab:\w+""", p.read_text())
+    ]
+    assert not found, "\n".join(found)

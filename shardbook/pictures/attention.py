@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from ..tracing.palette import LINE
 from . import plot
 
 # Dense bf16 peak in TFLOP/s and memory bandwidth in TB/s, from the makers' data sheets:
@@ -47,7 +48,7 @@ def draw_roofline(workloads: dict[str, float]) -> Figure:
             intensity, reached, color=colour, label=f"{name}: {peak} TFLOP/s, {bandwidth} TB/s"
         )
     for name, at in workloads.items():
-        ax.axvline(at, color="#555555", linestyle=":", linewidth=1.2)
+        ax.axvline(at, color=LINE, linestyle=":", linewidth=1.2)
         ax.text(
             at * 1.08, 0.13, name, rotation=90, va="bottom", fontsize=9,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from ..tracing.palette import GREY
 from . import plot
 
 
@@ -23,7 +24,7 @@ def draw_cache(rows: Mapping[str, Sequence[tuple[str, int]]], max_len: int) -> F
         }
         for i, name in enumerate(names)
     }
-    looks["room"] = {"facecolor": "white", "edgecolor": "#bbbbbb"}
+    looks["room"] = {"facecolor": "white", "edgecolor": GREY}
     for i, parts in enumerate(rows.values()):
         used = sum(count for _, count in parts)
         at = 0

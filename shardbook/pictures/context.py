@@ -5,6 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
 from ..parallel.ring import Plan, causal_plan, full_plan, zigzag_plan
+from ..tracing.palette import LINE
 from . import plot
 
 
@@ -19,7 +20,7 @@ def draw_rings(ranks: int = 4) -> Figure:
     for ax, (title, plan, zigzag) in zip(axes, panels, strict=True):
         work = [_rank(ax, rank, ranks, plan, zigzag) for rank in range(ranks)]
         n = 2 * ranks
-        ax.add_patch(Rectangle((0, 0), n, n, fill=False, ec="#444444", lw=0.8))
+        ax.add_patch(Rectangle((0, 0), n, n, fill=False, ec=LINE, lw=0.8))
         ax.set(xlim=(-0.1, n + 0.1), ylim=(n + 0.1, -0.1), aspect="equal")
         ax.set_xlabel("keys, by position")
         ax.set_ylabel("queries, by position")

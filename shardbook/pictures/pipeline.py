@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from ..tracing.palette import INK
 from . import plot
 
 KINDS = {  # colour and name of an operation
@@ -31,7 +32,7 @@ def draw_stages(blocks: list[list[str]]) -> Figure:
             x += 1
         ax.text((left + x) / 2, 1.12, f"rank {rank}", ha="center", fontsize=10)
         if rank < len(blocks) - 1:
-            style = {"arrowstyle": "->", "color": "#333333"}
+            style = {"arrowstyle": "->", "color": INK}
             ax.annotate("", (x + 1.35, 0.72), (x + 0.05, 0.72), arrowprops=style)
             ax.annotate("", (x + 0.05, 0.28), (x + 1.35, 0.28), arrowprops=style | {"ls": ":"})
             ax.text(x + 0.7, 0.79, "[b, s, h]", ha="center", fontsize=8)

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-# Okabe and Ito's palette: told apart with every common colour blindness.
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"]
+from ..tracing.palette import COLOURS as COLOURS
+from ..tracing.palette import LINE, NOTE
 
 STYLE = {
     # A white card: labels stay legible on a dark JupyterLab page too.
@@ -111,7 +111,7 @@ def _memory(ax: Axes, x: Tensor) -> None:
         readers[at].add(index[0])
     for at, value in enumerate(x.as_strided((length,), (1,), 0).tolist()):
         _cell(ax, at, 0, sorted(readers[at]), value)
-        ax.text(at + 0.5, 1.08, str(at), ha="center", va="bottom", fontsize=6, color="#666666")
+        ax.text(at + 0.5, 1.08, str(at), ha="center", va="bottom", fontsize=6, color=NOTE)
     _bare(ax, length, 1)
 
 
@@ -120,7 +120,7 @@ def _cell(ax: Axes, x: float, y: float, colours: list[int], value: float) -> Non
         at, wide = x + i / len(colours), 1 / len(colours)
         face = COLOURS[colour % len(COLOURS)]
         ax.add_patch(plt.Rectangle((at, y), wide, 1, facecolor=face, alpha=0.5, linewidth=0))
-    ax.add_patch(plt.Rectangle((x, y), 1, 1, fill=False, edgecolor="#444444", linewidth=0.8))
+    ax.add_patch(plt.Rectangle((x, y), 1, 1, fill=False, edgecolor=LINE, linewidth=0.8))
     ax.text(x + 0.5, y + 0.5, f"{value:g}", ha="center", va="center", fontsize=8)
 
 

@@ -4,6 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from ..tracing.palette import EMPTY, INK, LINE, NOTE
 from . import plot
 
 SIZES = {"tokens": 1.3, "D": 0.8, "hidden": 1.7}  # of the drawn sides
@@ -41,7 +42,7 @@ def draw_half_block(sequence_parallel: bool = False, ranks: int = 4) -> Figure:
         if link:
             x = _link(ax, x, *link)
     names = [*(f"rank {r}" for r in range(ranks)), "whole on every rank"]
-    colours = [*plot.COLOURS[:ranks], "#dddddd"]
+    colours = [*plot.COLOURS[:ranks], EMPTY]
     keys = [Rectangle((0, 0), 1, 1, facecolor=colour) for colour in colours]
     ax.legend(keys, names, loc="lower center", ncols=ranks + 1, bbox_to_anchor=(0.5, 0.98))
     ax.set(xlim=(-0.1, x + 0.1), ylim=(-1.6, 1.2), aspect="equal")
@@ -52,7 +53,7 @@ def draw_half_block(sequence_parallel: bool = False, ranks: int = 4) -> Figure:
 def _matrix(ax: Axes, x: float, width: float, height: float, cut: str, ranks: int) -> None:
     bottom = -height / 2
     if cut == "whole":
-        ax.add_patch(Rectangle((x, bottom), width, height, facecolor="#dddddd"))
+        ax.add_patch(Rectangle((x, bottom), width, height, facecolor=EMPTY))
     for r in range(ranks if cut != "whole" else 0):
         colour = plot.COLOURS[r]
         if cut == "columns":
@@ -66,7 +67,7 @@ def _matrix(ax: Axes, x: float, width: float, height: float, cut: str, ranks: in
         box.set_facecolor(colour)
         ax.add_patch(box)
     if cut != "partial":
-        ax.add_patch(Rectangle((x, bottom), width, height, fill=False, ec="#444444", lw=0.8))
+        ax.add_patch(Rectangle((x, bottom), width, height, fill=False, ec=LINE, lw=0.8))
 
 
 def _link(ax: Axes, x: float, forward: str, backward: str) -> float:
@@ -76,11 +77,11 @@ def _link(ax: Axes, x: float, forward: str, backward: str) -> float:
         return x + gap
     gap = 0.75 if forward == "norm" else 1.62
     start = x + (0.33 if forward.endswith(("all-reduce", "scatter")) else 0.06)
-    arrow = {"arrowstyle": "-|>", "mutation_scale": 11, "color": "#222222"}
+    arrow = {"arrowstyle": "-|>", "mutation_scale": 11, "color": INK}
     ax.add_patch(FancyArrowPatch((start, 0.12), (x + gap - 0.06, 0.12), **arrow))
     ax.text((start + x + gap) / 2, 0.2, forward, ha="center", va="bottom", fontsize=9)
     if backward:
         ax.add_patch(FancyArrowPatch((x + gap - 0.06, -0.16), (start, -0.16), **arrow, ls=":"))
         text = {"g": "identity"}.get(backward, backward)
-        ax.text((start + x + gap) / 2, -0.24, text, ha="center", va="top", fontsize=9, color="#666")
+        ax.text((start + x + gap) / 2, -0.24, text, ha="center", va="top", fontsize=9, color=NOTE)
     return x + gap
