@@ -258,3 +258,43 @@ def test_pictures_show_the_work_of_each_rank():
         "work of ranks 2, 2, 2, 2",
     ]
     assert len(context_pictures.draw_ulysses().axes) == 2
+
+
+def order_of_backward():
+    """Whether dk and dv of a step travel while the next one is computed."""
+    from shardbook.parallel import ring
+
+    q, k, v = (torch.randn(1, 2, 4, 8, device=sb.device(), requires_grad=True) for _ in range(3))
+    out = ring.ring_attention(q, k, v)
+    happened, compute, exchange = [], ring.block_attention_backward, ring.exchange
+
+    class Noted:
+        def __init__(self, work, what):
+            self.work, self.what = work, what
+
+        def wait(self):
+            happened.append(f"wait {self.what}")
+            return self.work.wait()
+
+    def noted(tensors, group):
+        what = "keys" if tensors[0].data_ptr() in keys else "gradients"
+        arriving, works = exchange(tensors, group)
+        keys.update({arriving[0].data_ptr()} if what == "keys" else ())
+        happened.append(f"send {what}")
+        return arriving, [Noted(works[0], what), *works[1:]]
+
+    def computed(*args):
+        happened.append("compute")
+        return compute(*args)
+
+    keys = {k.data_ptr()}
+    ring.block_attention_backward, ring.exchange = computed, noted
+    out.sum().backward()
+    return happened
+
+
+def test_gradients_of_keys_travel_while_the_next_block_is_computed():
+    step = ["send keys", "compute", "wait gradients", "send gradients", "wait keys"]
+    first, last = [s for s in step if s != "wait gradients"], [s for s in step if "keys" not in s]
+    for happened in sb.run(order_of_backward, world_size=3).values:
+        assert happened == [*first, *step, *last, "wait gradients"]

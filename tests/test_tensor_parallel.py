@@ -290,3 +290,24 @@ def test_picture_names_the_collectives(sequence):
     texts = [t.get_text() for t in fig.axes[0].texts]
     wanted = ["all-gather", "reduce-scatter"] if sequence else ["f: identity", "g: all-reduce"]
     assert all(w in texts for w in wanted)
+
+
+def frozen_and_without_bias():
+    model = tiny_lm(**SIZES).to(sb.device())
+    model.embed.weight.requires_grad_(False)
+    assert not VocabParallelEmbedding(model.embed).weight.requires_grad
+    for block in model.blocks:
+        block.attn.out.bias = None
+    model.head.bias = nn.Parameter(torch.linspace(-1, 1, SIZES["vocab"], device=sb.device()))
+    positions = torch.arange(BATCH["seq"], device=sb.device())
+    tokens, targets = (t.to(sb.device()) for t in counting_batch(0, **BATCH))
+    targets[:, :5] = -100  # what must not count
+    whole = token_loss(model(tokens, positions), targets)
+    parallel = SequenceParallelLM(model)
+    loss = parallel_token_loss(parallel(tokens, positions), targets)
+    return whole.item(), loss.item()
+
+
+def test_ignored_targets_missing_and_present_biases_and_a_frozen_table():
+    for whole, loss in sb.run(frozen_and_without_bias, world_size=2).values:
+        assert loss == pytest.approx(whole, rel=1e-5)

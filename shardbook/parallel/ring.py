@@ -79,26 +79,31 @@ class _Ring(torch.autograd.Function):
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
         dv = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
-        keys, values = k.contiguous(), v.contiguous()
+        keys, values, travelling = k.contiguous(), v.contiguous(), []
         for step in range(world):
             if step < world - 1:
                 arriving, works = exchange([keys, values], ctx.group)
+            add_k, add_v = torch.zeros_like(dk), torch.zeros_like(dv)
             for rows, cols, causal in ctx.plan(rank, (rank - step) % world, q.shape[2]):
                 parts = block_attention_backward(
                     grad[:, :, rows], delta[:, :, rows], q[:, :, rows],
                     keys[:, :, cols], values[:, :, cols], lse[:, :, rows], causal,
                 )  # fmt: skip
                 dq[:, :, rows] += parts[0]
-                dk[:, :, cols] += parts[1]
-                dv[:, :, cols] += parts[2]
+                add_k[:, :, cols] += parts[1]
+                add_v[:, :, cols] += parts[2]
+            for work in travelling:  # what earlier ranks added came while this was computed
+                work.wait()
+            dk, dv = dk.add_(add_k), dv.add_(add_v)
             if world > 1:  # the gradients follow their keys, and make one more step: home
-                (dk, dv), more = exchange([dk, dv], ctx.group)
-                for work in more:
-                    work.wait()
+                leaving = [dk, dv]  # a name keeps them alive until they have left
+                (dk, dv), travelling = exchange(leaving, ctx.group)
             if step < world - 1:
                 for work in works:
                     work.wait()
                 keys, values = arriving
+        for work in travelling:
+            work.wait()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 

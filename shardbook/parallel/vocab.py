@@ -15,7 +15,8 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         share = share_of(embedding.num_embeddings, dist.get_world_size(group), "num_embeddings")
         self.group, self.first = group, dist.get_rank(group) * share
-        self.weight = nn.Parameter(own_slice(embedding.weight.detach(), 0, group))
+        table = embedding.weight  # frozen in the full layer, frozen here
+        self.weight = nn.Parameter(own_slice(table.detach(), 0, group), table.requires_grad)
         pad = -1 if embedding.padding_idx is None else embedding.padding_idx - self.first
         self.padding_idx = pad if 0 <= pad < share else None
 

@@ -46,7 +46,8 @@ class SequenceParallelAttention(nn.Module):
         h = all_gather_to_group(on_shard(self.norm, x, self.group), 1, self.group)  # [B, S, D]
         y = self.attn.partial(h, positions)  # [B, S, D], this rank's heads
         y = reduce_scatter_to_group(y, 1, self.group)  # [B, S/P, D]
-        return x + y + copy_to_group(self.attn.out.bias, self.group)
+        bias = self.attn.out.bias
+        return x + y if bias is None else x + y + copy_to_group(bias, self.group)
 
 
 class SequenceParallelLM(nn.Module):
@@ -70,9 +71,13 @@ class SequenceParallelLM(nn.Module):
         for attention, mlp in zip(self.attention, self.mlp, strict=True):
             x = mlp(attention(x, positions))
         h = all_gather_to_group(on_shard(self.norm, x, self.group), 1, self.group)  # [B, S, D]
-        return F.linear(h, self.head.weight)  # [B, S, V/P]
+        return F.linear(h, self.head.weight, self.head.bias)  # [B, S, V/P]
 
 
 def parallel_token_loss(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor:
-    """Mean cross-entropy over all tokens, the same on every rank: logits [B, S, V/P]."""
-    return vocab_parallel_cross_entropy(logits, targets, group).mean()
+    """Mean cross-entropy over the tokens whose target is not -100, from logits [B, S, V/P].
+
+    The same on every rank; targets [B, S].
+    """
+    losses = vocab_parallel_cross_entropy(logits, targets, group)  # [B, S]
+    return losses.sum() / (targets != -100).sum()
