@@ -81,3 +81,9 @@ def test_a_cell_that_is_no_python_says_so_for_what_it_means_to_define():
     (cell,) = statements([("cell 7", "import x\ndef shard(x):\n    return (x\nlimit = 3\n")])
     assert cell.binds == {"shard", "limit"} and cell.node is None
     assert "never closed" in str(cell.error) and cell.where == "cell 7, line 3"
+
+
+@pytest.mark.parametrize("terms", [900, 3000])
+def test_a_long_sum_is_read_or_told(terms):
+    (statement,) = statements([("cell 1", "total = " + " + ".join(["x"] * terms))])
+    assert statement.error or (statement.reads, statement.binds) == ({"x"}, {"total"})

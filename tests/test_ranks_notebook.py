@@ -69,6 +69,12 @@ def kernel():
     kernel.manager.shutdown_kernel(now=True)
 
 
+def test_a_local_of_a_ranks_cell_is_no_name_of_the_notebook(kernel):
+    kernel.run("import threading\nlock = threading.Lock()")  # which can't be sent
+    text = kernel.run("%%ranks 2\ndef step(lock):\n    return lock + 1\nprint(step(1))")
+    assert text.strip() == "[ranks 0-1] 2", text
+
+
 def test_what_a_cell_defines_runs_on_ranks(kernel):
     text = kernel.run(
         "scale = 2\n"

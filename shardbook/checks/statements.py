@@ -9,6 +9,8 @@ import re
 
 from ..notebook import names
 
+UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # what parsing raises
+
 
 @dataclasses.dataclass
 class Statement:
@@ -19,7 +21,7 @@ class Statement:
     node: ast.stmt | None
     reads: set[str]
     binds: set[str]
-    error: SyntaxError | None = None
+    error: Exception | None = None
 
     @property
     def where(self) -> str:
@@ -40,13 +42,13 @@ def _of_part(title: str, text: str) -> list[Statement]:
         return []
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+    except UNREADABLE:
         from IPython.core.inputtransformer2 import TransformerManager
 
         try:  # magics and shell commands become calls, and calls alone define nothing
             text = TransformerManager().transform_cell(text)
             tree = ast.parse(text)
-        except (SyntaxError, ValueError) as error:
+        except UNREADABLE as error:
             return [_no_python(title, text, error)]
     remember(title, text)
     return [_statement(title, text, node) for node in tree.body]
@@ -57,11 +59,10 @@ def remember(title: str, source: str) -> None:
     linecache.cache[title] = (len(source), None, source.splitlines(keepends=True), title)
 
 
-def _no_python(title: str, text: str, error: SyntaxError | ValueError) -> Statement:
-    if not isinstance(error, SyntaxError):
-        error = SyntaxError(str(error))
+def _no_python(title: str, text: str, error: Exception) -> Statement:
     meant = re.findall(r"^(?:async +)?(?:def|class) +(\w+)|^(\w+) *=[^=]", text, re.MULTILINE)
-    return Statement(title, error.lineno or 1, None, set(), {a or b for a, b in meant}, error)
+    line = getattr(error, "lineno", None) or 1
+    return Statement(title, line, None, set(), {a or b for a, b in meant}, error)
 
 
 def _statement(title: str, text: str, node: ast.stmt) -> Statement:
@@ -72,7 +73,7 @@ def _statement(title: str, text: str, node: ast.stmt) -> Statement:
         source = ast.get_source_segment(text, node) or ""
     try:
         reads, binds = names.reads(source), names.binds(source)
-    except SyntaxError as error:  # of the kind that only the compiler finds
+    except UNREADABLE as error:  # of the kind that only the compiler finds
         return Statement(title, first, node, set(), {getattr(node, "name", "")}, error)
     if isinstance(node, ast.Delete):  # tidying up after a demo makes nothing
         binds = set()

@@ -42,18 +42,19 @@ def _looks_outside(table: symtable.SymbolTable, symbol: symtable.Symbol) -> bool
     return symbol.is_referenced() and not own and not symbol.is_free()
 
 
-def _changed(node: ast.AST) -> Iterator[str]:
+def _changed(tree: ast.AST) -> Iterator[str]:
     """The x of x.y = … and x[0] = …, outside of functions and classes; "*" of a star import."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-        return
-    if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-        yield "*"
-    stored = isinstance(getattr(node, "ctx", None), ast.Store)
-    if stored and isinstance(node, (ast.Attribute, ast.Subscript)):
-        inner: ast.AST = node
-        while isinstance(inner, (ast.Attribute, ast.Subscript)):
-            inner = inner.value
-        if isinstance(inner, ast.Name):
-            yield inner.id
-    for child in ast.iter_child_nodes(node):
-        yield from _changed(child)
+    left = [tree]  # no recursion: a sum of a thousand terms is a thousand deep
+    while left:
+        node = left.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            continue
+        left += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            yield "*"
+        stored = isinstance(getattr(node, "ctx", None), ast.Store)
+        if stored and isinstance(node, (ast.Attribute, ast.Subscript)):
+            while isinstance(node, (ast.Attribute, ast.Subscript)):
+                node = node.value
+            if isinstance(node, ast.Name):
+                yield node.id
