@@ -227,14 +227,21 @@ def _kernel(request: dict) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     _fork_server_in_waiting()
-    import numpy as np
-
-    np.random.seed()  # the others reseed themselves after a fork
+    _reseed()
     launcher = importlib.util.find_spec("ipykernel_launcher").origin
     sys.argv = [launcher, *request["cmd"][request["cmd"].index("ipykernel_launcher") + 1 :]]
     from ipykernel import kernelapp
 
     kernelapp.launch_new_instance()
+
+
+def _reseed() -> None:
+    """Every process draws a seed of its own when it loads these; `random` does so after a fork."""
+    import numpy as np
+    import torch
+
+    np.random.seed()
+    torch.seed()
 
 
 def _fork_server_in_waiting() -> None:
@@ -274,6 +281,7 @@ def _become_fork_server(theirs: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(wanted["env"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _reseed()
     exec(wanted["code"], {"__name__": "__main__"})
     os._exit(0)
 

@@ -30,13 +30,14 @@ seen = {
     "handlers": [type(h).__name__ for h in logging.getLogger().handlers],
     "environ": {k: v for k, v in os.environ.items() if k != "JPY_PARENT_PID"},
 }
-import matplotlib, matplotlib.pyplot as plt, torch, torch._dynamo
+import matplotlib, matplotlib.pyplot as plt, numpy as np, torch, torch._dynamo
 import shardbook as sb
 seen["filters"] = sorted(set(map(str, warnings.filters)))  # each import adds its own
-seen["torch"] = [torch.get_num_threads(), str(torch.get_default_dtype()), torch.initial_seed()]
-seen["torch"] += [float(torch.rand(())), torch.is_grad_enabled()]
+seen["torch"] = [torch.get_num_threads(), str(torch.get_default_dtype()), torch.is_grad_enabled()]
 seen["backend"] = plt.get_backend()
 seen["ranks"] = sb.run(lambda: (os.getcwd(), sorted(os.environ), sys.path), world_size=2).values
+seen["seeds"] = [torch.initial_seed(), sb.run(torch.initial_seed, world_size=1).values[0]]
+seen["seeds"] += [random.getstate()[1][0], int(np.random.get_state()[1][5])]
 seen["magic"] = "ranks" in get_ipython().magics_manager.magics["cell"]
 import json
 print(json.dumps(seen, default=str))
@@ -61,9 +62,13 @@ def test_a_forked_kernel_is_like_a_fresh_one(tmp_path, monkeypatch):
     monkeypatch.setattr(local_provisioner, "launch_kernel", kernels.launch)
     forked = looked(kernels, tmp_path)
     cheap = kernels.used()
+    other = looked(kernels, tmp_path)
+    used = kernels.used()
     kernels.plain = True
     fresh = looked(kernels, tmp_path)
-    dear = kernels.used() - cheap
+    dear = kernels.used() - used
+    seeds = [k.pop("seeds") for k in (forked, other, fresh)]
+    assert len({s for each in seeds for s in each}) == 12, "each process has seeds of its own"
     assert forked["ranks"] and forked["ours"] == []
     for what in fresh:
         assert forked[what] == fresh[what], what
