@@ -283,3 +283,91 @@ def wan() -> Made:
         "timestep": torch.tensor([1, 5]),
         "encoder_hidden_states": torch.randn(2, 5, 20),
     }
+
+
+def flux() -> Made:
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=12,
+        num_attention_heads=2,
+        joint_attention_dim=20,
+        pooled_projection_dim=28,
+        axes_dims_rope=(4, 4, 4),
+        guidance_embeds=False,
+    )
+    return model, {
+        "hidden_states": torch.randn(2, 16, 16),
+        "encoder_hidden_states": torch.randn(2, 5, 20),
+        "pooled_projections": torch.randn(2, 28),
+        "timestep": torch.tensor([0.1, 0.5]),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(5, 3),
+    }
+
+
+def cogvideox() -> Made:
+    from diffusers import CogVideoXTransformer3DModel
+
+    model = CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=18,
+        text_embed_dim=20,
+        num_layers=2,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=9,
+        patch_size=2,
+        temporal_compression_ratio=4,
+        max_text_seq_length=5,
+    )
+    return model, {
+        "hidden_states": torch.randn(2, 3, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 5, 20),
+        "timestep": torch.tensor([1, 5]),
+    }
+
+
+def convnext() -> Made:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    config = ConvNextConfig(hidden_sizes=[16, 24], depths=[2, 2], num_stages=2, num_labels=9)
+    model = ConvNextForImageClassification(config)
+    return model, {"pixel_values": torch.randn(2, 3, 32, 32)}
+
+
+def neox() -> Made:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(**SIZES, num_attention_heads=4, max_position_embeddings=40)
+    return GPTNeoXForCausalLM(config), {"input_ids": tokens()}
+
+
+def pixart() -> Made:
+    from diffusers import PixArtTransformer2DModel
+
+    model = PixArtTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        cross_attention_dim=24,
+        sample_size=8,
+        patch_size=2,
+        caption_channels=20,
+        use_additional_conditions=False,
+    )
+    return model, {
+        "hidden_states": torch.randn(2, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 5, 20),
+        "timestep": torch.tensor([1, 5]),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }
