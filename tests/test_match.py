@@ -1,4 +1,4 @@
-"""sb.match: twenty hand-labelled figures, a library, and what it says where nothing fits."""
+"""sb.match: twenty-five hand-labelled figures, a library, and what it says where nothing fits."""
 
 import pytest
 import torch
@@ -8,21 +8,22 @@ import shardbook as sb
 from shardbook.tracing.figures import fit, library, read
 from shardbook.tracing.figures.parts import Part
 from shardbook.tracing.match import names
-from tests.figures import models, parts, step_video
+from tests.figures import make, parts, step_video
 from tests.figures.development import FIGURES as DEVELOPMENT
 from tests.figures.held_out import FIGURES as HELD_OUT
+from tests.figures.terse import FIGURES as TERSE
 
-EVERY = DEVELOPMENT | HELD_OUT
+EVERY = DEVELOPMENT | HELD_OUT | TERSE
 
 
 @pytest.fixture(scope="module")
 def made():
     """Each model once, with its inputs."""
     torch.manual_seed(0)
-    return {name: getattr(models, name)() for name in EVERY}
+    return {name: make(name) for name in EVERY}
 
 
-def rate(made, figures, with_inputs, least=0.0):
+def rate(made, figures, with_inputs):
     """The share of labels that are right, and a line for each that is not."""
     every, wrong, sure = 0, [], {True: [], False: []}
     for name, labelled in figures.items():
@@ -39,9 +40,12 @@ def rate(made, figures, with_inputs, least=0.0):
     return 1 - len(wrong) / every, wrong, sure
 
 
-@pytest.mark.parametrize("figures", [DEVELOPMENT, HELD_OUT], ids=["development", "held out"])
+SETS = {"development": DEVELOPMENT, "held out": HELD_OUT, "terse": TERSE}
+
+
+@pytest.mark.parametrize("figures", SETS.values(), ids=SETS.keys())
 @pytest.mark.parametrize("with_inputs", [True, False], ids=["a run", "parameters alone"])
-def test_nine_of_ten_labels_of_twenty_models_are_right(made, figures, with_inputs):
+def test_nine_of_ten_labels_are_right(made, figures, with_inputs):
     share, wrong, sure = rate(made, figures, with_inputs)
     assert share >= 0.9, wrong
     if sure[False]:
@@ -158,7 +162,7 @@ def test_the_model_stays_as_it_is(made):
 
 
 def test_a_model_on_the_meta_device(made):
-    model, inputs = models.whisper()
+    model, inputs = make("whisper")
     model.to("meta")
     inputs = {name: value.to("meta") for name, value in inputs.items()}
     figure, right = parts(DEVELOPMENT["whisper"])
@@ -243,3 +247,5 @@ def test_the_format():
     assert every[3].dims == ((1, "d"), (4, "d"), (1, "d"))
     assert (every[1].repeats, every[5].repeats, every[5].dims) == (6, "N", ((1, "*"), (10, "")))
     assert len(boxes[1].inside) == 3
+    (box,) = read.read("decoder layer x 12")[1]
+    assert (box.label, box.kind, box.repeats) == ("decoder layer", "block", 12)

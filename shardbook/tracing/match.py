@@ -23,9 +23,10 @@ LARGE = 0.02
 def match(model: nn.Module, figure: str, *inputs: Any, **kwargs: Any) -> "Match":
     """Which module of `model` each box of a figure is.
 
-    figure: a name of the library (see `names()`), or text, a line a box: its label, its kind, and
-    if you like how often it is repeated and its sizes from input to output. What lies inside a box
-    is indented under it, and the lines are in the order of the arrows::
+    figure: transformer, gpt-2, vit, clip, llava, whisper, mixtral, mamba, unet, vae, dit or
+    step-video, or text, a line a box: its label, its kind, and if you like how often it is repeated
+    and its sizes from input to output. What lies inside a box is indented under it, and the lines
+    are in the order of the arrows::
 
         # Attention Is All You Need, arXiv 1706.03762, figure 1
         input embedding: embedding, vocab -> d
@@ -38,7 +39,7 @@ def match(model: nn.Module, figure: str, *inputs: Any, **kwargs: Any) -> "Match"
 
     A size is a number, a letter that stands for the same number everywhere, a multiple of one, or
     `*`. ``x 6`` is six times, ``x N`` as often as the model has it. Without a kind the label's
-    words decide ("add & norm" is a norm). Kinds are attention, cross-attention, mlp, norm,
+    words decide ("add & norm" is a norm, "layer x 6" a block). Kinds are attention, cross-attention, mlp, norm,
     embedding, position, patch, time, rotary, modulation, linear, head, conv, resnet, down, up, moe,
     router, experts, ssm, block, stage, stack.
 

@@ -7,6 +7,17 @@ N repeated blocks is the first of them; a box that is several layers in a row (B
 is no module) goes by the first of them.
 """
 
+import importlib
+
+
+def make(name: str) -> tuple:
+    """The tiny model of that name, and the keyword arguments of its forward."""
+    for file in ("models", "diffusion"):
+        found = importlib.import_module(f".{file}", __name__)
+        if hasattr(found, name):
+            return getattr(found, name)()
+    raise LookupError(name)
+
 
 def parts(labelled: str) -> tuple[str, list[set[str]]]:
     """The figure alone, and the right names of each of its boxes, in order."""

@@ -45,7 +45,9 @@ def modulation(part: Part) -> float:
     if len(layers) != 1 or part.layers("conv", "embedding"):
         return 0.0
     (given, made), fed = layers[0].sizes, layers[0].inputs
-    if made % given or made == given:
+    around = part.parent.children if part.role and part.parent else part.subtree()
+    widths = {given, *(p.sizes[0] for p in around if p.role == "norm" and p.sizes)}
+    if not any(made % width == 0 and made > width for width in widths):
         return 0.0
     vector = bool(fed) and len(fed[0][0]) == 2
     ada = part.says("ada", "mod", "scale", "shift")

@@ -112,6 +112,8 @@ def _box(words: str, where: str) -> Box:
     label, colon, rest = (part.strip() for part in words.partition(":"))
     if not label:
         raise ValueError(f"{where} has no label before its colon")
+    if not colon and (found := re.fullmatch(r"(.*\S)\s+([x×]\s*(?:\d+|[A-Z]))", label)):
+        label, rest = found[1], found[2]
     first, _, shape = (part.strip() for part in rest.partition(","))
     kind, repeats = first, 1
     if found := re.fullmatch(r"(.*?)(?:^|\s)[x×]\s*(\w+)", first):
