@@ -39,9 +39,9 @@ def match(model: nn.Module, figure: str, *inputs: Any, **kwargs: Any) -> "Match"
 
     A size is a number, a letter that stands for the same number everywhere, a multiple of one, or
     `*`. ``x 6`` is six times, ``x N`` as often as the model has it. Without a kind the label's
-    words decide ("add & norm" is a norm, "layer x 6" a block). Kinds are attention, cross-attention, mlp, norm,
-    embedding, position, patch, time, rotary, modulation, linear, head, conv, resnet, down, up, moe,
-    router, experts, ssm, block, stage, stack.
+    words decide ("add & norm" is a norm, "layer x 6" a block). Kinds are attention,
+    cross-attention, mlp, norm, embedding, position, patch, time, rotary, modulation, linear, head,
+    conv, resnet, down, up, moe, router, experts, ssm, block, stage, stack.
 
     With inputs the model runs once, as ``model(*inputs, **kwargs)`` in eval mode and without
     gradients; then shapes and the order of calls count too. Without inputs its parameters must do.

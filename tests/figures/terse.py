@@ -1,7 +1,9 @@
 """Five more families, labelled before a first look at what the matcher says of them.
 
 At that first look 54 of 58 were right, 57 since a modulation may read a vector of another width
-than the model's. The figures are terse: few sizes, and a kind only where the words of the label do not say it.
+than the model's.
+
+The figures are terse: few sizes, and a kind only where the words of the label do not say it.
 """
 
 FLUX = """
