@@ -160,8 +160,6 @@ TOO_LONG = {
     "checks/tensor_parallel/model.py",
     "checks/tensors.py",
     "checks/tracing.py",
-    "tracing/layout.py",
-    "tracing/viewer.js",
 }
 
 

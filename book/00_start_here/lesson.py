@@ -45,8 +45,9 @@ print("norm of one gradient, by rank:", result.values)
 
 # %% [markdown]
 # The gradient has the same norm on every rank: they would all take the same step. And this is what
-# they did, a lane for each rank. Click the picture, then zoom with the wheel, drag to move, and
-# click a slice to read what it is.
+# they did, a lane for each rank. Click a slice to read what it is; from then on the wheel zooms in
+# the picture, until you press Esc or the mouse leaves it (Ctrl + wheel zooms at once; else the wheel
+# scrolls the notebook). Drag over lanes to sum up a stretch of them, press `?` for all keys.
 
 # %% tags=["nbval-ignore-output"]
 result.trace
@@ -54,8 +55,8 @@ result.trace
 # %% [markdown]
 # Each rank's modules nest as the model does, forward and then backward; the slices named
 # `all_reduce` are the ranks talking. *Open in Perfetto* under the picture shows the same trace in a
-# full-screen tool, from this machine, without a network. If you see a still picture only, the
-# notebook is not trusted yet: run the cell, or use *Trust Notebook* from the command palette.
+# full-screen tool, from this machine, without a network. If you see a still picture only: in Jupyter
+# run the cell, or use *Trust Notebook* from the command palette; a site like GitHub shows no more.
 
 # %% [markdown]
 # ## The map

@@ -94,8 +94,8 @@ plt.show()
 # %% [markdown]
 # ## The trace
 #
-# The same layer, forward and backward. Click into the picture, then zoom with the wheel; click a
-# slice to read its shapes and parameters.
+# The same layer, forward and backward. Click a slice to read its shapes and parameters; after that
+# the wheel zooms in the picture, until Esc.
 
 # %% tags=["nbval-ignore-output"]
 layer(x).sum().backward()  # once before: the first run sets things up

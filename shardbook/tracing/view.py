@@ -1,22 +1,36 @@
 """The inline view: one text/html that needs no server and no network.
 
-An `<iframe srcdoc>` holds viewer.js and the events, both gzipped. Beside it, in the same html,
-stands a picture of the trace: Jupyter drops the iframe of a notebook it does not trust, and the
-picture stays; where the view runs, it hides the picture.
+An `<iframe srcdoc>` holds the viewer (the files in viewer/) and the events, both gzipped. Beside
+it, in the same html, stands a picture of the trace: Jupyter drops the iframe of a notebook it does
+not trust, and the picture stays; where the view runs, it hides the picture and takes its room.
+
+The view has every slice; what is narrower than a pixel shares one only while it is drawn. Past
+LIMIT bytes short slices are joined in what the notebook stores, and the view says so: t.save()
+writes the whole trace to a file.
+
+The memory of the process is recorded in every trace and is in what Save and Perfetto get, but it
+says little of a step (it hardly falls), so its lanes show when asked for, by the button "memory".
+A device's memory and the counters of other tools' traces have their lanes, with a scale.
 """
 
 import base64
 import gzip
 import html as escape
 import json
+from functools import cache
 from pathlib import Path
 
 from . import picture
-from .layout import AXIS, COUNTER, GAP, HEADER, NAMES, ROW, Layout, content_height, describe, layout
+from .lanes import AXIS, COUNTER, GAP, HEADER, NAMES, ROW
+from .layout import Layout, content_height, describe, layout
+from .palette import OTHER
 
-MOST = 5000  # slices drawn one by one; a notebook should stay small and quick
+LIMIT = 600_000  # characters of packed events that a notebook cell may hold
+MOST = 5000  # slices that are kept past that
 BARS = 94  # tool bar, legend, bottom bar
 LOWEST, HIGHEST = 200, 844
+# page.js comes last: it runs the view
+FILES = ["words", "data", "look", "lanes", "paint", "find", "tell", "mouse", "away", "page"]
 
 PAGE = """<!doctype html><meta charset="utf-8"><title>trace</title><body><script>
 const bytes = text => new Blob([Uint8Array.from(atob(text), c => c.charCodeAt(0))]);
@@ -38,17 +52,21 @@ const unzip = text =>
 </script>"""
 
 
-def html(chrome: dict, title: str = "", height: int | None = None, most: int = MOST) -> str:
+def html(chrome: dict, title: str = "", height: int | None = None, most: int | None = None) -> str:
     """The trace `{"traceEvents": [...]}` (ts and dur in µs) as html for one notebook cell.
 
-    height: pixels, else as high as the trace needs, up to a screen. most: past so many slices the
-    short ones are drawn together, and the view says so.
+    height: pixels, else as high as the lanes need, up to what the page shows at once. most: past so
+    many slices the short ones are joined, else past LIMIT bytes; the view says so.
     """
     made = layout(chrome, most)
-    if height is None:
-        height = min(max(content_height(made) + AXIS + BARS, LOWEST), HIGHEST)
-    script = Path(__file__).with_name("viewer.js").read_bytes()
-    page = PAGE % (_pack(script), _pack(_json(pack(made, title))))
+    events = _pack(_json(pack(made, title, height)))
+    if most is None and len(events) > LIMIT:
+        made = layout(chrome, MOST)
+        events = _pack(_json(pack(made, title, height)))
+    # the view itself sees how high the notebook is; 85vh is for pages where it may not
+    high = min(max(content_height(made) + AXIS + BARS, LOWEST), HIGHEST)
+    size = f"{height}px" if height else f"min({high}px,85vh)"
+    page = PAGE % (_pack(script()), events)
     png = base64.b64encode(picture.png(made, title)).decode()
     words = escape.escape(describe(made, title))
     # escape only what ends an attribute: the page is long
@@ -56,14 +74,29 @@ def html(chrome: dict, title: str = "", height: int | None = None, most: int = M
     return (
         '<div class="shardbook-trace"><div>'
         f'<img alt="{words}" src="data:image/png;base64,{png}" style="max-width:100%">'
-        "<br><small>A picture of the trace: run the cell, or trust the notebook, to zoom and click."
-        f'</small></div><iframe srcdoc="{srcdoc}" title="{words}" style="width:100%;border:0;'
-        f'height:{height}px" onload="this.previousElementSibling.hidden=true"></iframe></div>'
+        "<br><small>A still picture of the trace. Where its scripts may run (in Jupyter once you "
+        "ran the cell or trusted the notebook, in an exported page in a browser) a live view stands"
+        " here, to zoom and click; on a site that shows notebooks, such as GitHub, the picture is"
+        " all.</small></div>"
+        # no height until it runs: with scripts off there is no empty box below the picture
+        f'<iframe srcdoc="{srcdoc}" title="{words}" style="width:100%;border:0;height:0" '
+        f"onload=\"this.previousElementSibling.hidden=true;this.style.height='{size}'\">"
+        "</iframe></div>"
     )
 
 
-def pack(made: Layout, title: str = "") -> dict:
-    """The layout as viewer.js reads it: columns of integers, each text and each args dict once."""
+@cache
+def script() -> bytes:
+    """The viewer as one function: its files, without indentation and lines that are comments."""
+    lines = ["function view(data) {", "'use strict';"]
+    for name in FILES:
+        text = (Path(__file__).with_name("viewer") / f"{name}.js").read_text(encoding="utf-8")
+        lines += [line for line in map(str.strip, text.splitlines()) if line[:2] not in ("//", "")]
+    return "\n".join([*lines, "}"]).encode()
+
+
+def pack(made: Layout, title: str = "", height: int | None = None) -> dict:
+    """The layout as viewer/data.js reads it: columns of integers, each text and args dict once."""
     texts, args = _Once(), _Once()
     tracks, where = [], {}
     for i, track in enumerate(made.tracks):
@@ -77,6 +110,11 @@ def pack(made: Layout, title: str = "") -> dict:
                 "name": track.name,
                 "rows": track.rows,
                 "px": track.row,
+                "loose": not track.nests,
+                "paced": track.paced,
+                "memory": track.memory,
+                "fold": track.fold,
+                "marks": [j for j, s in enumerate(slices) if s.mark],
                 # differences are short numbers, which gzip well
                 "ts": [b - a for a, b in zip([0, *starts], starts, strict=False)],
                 "dur": [s.dur for s in slices],
@@ -98,6 +136,10 @@ def pack(made: Layout, title: str = "") -> dict:
         "duration": made.duration,
         "total": made.total,
         "below": made.below,
+        "window": made.window,
+        "shut": [i for i, pid in enumerate(made.processes) if pid in made.shut],
+        "other": OTHER,
+        "height": height or 0,
         "sizes": {
             "row": ROW,
             "header": HEADER,
@@ -105,6 +147,7 @@ def pack(made: Layout, title: str = "") -> dict:
             "gap": GAP,
             "axis": AXIS,
             "names": NAMES,
+            "lowest": LOWEST,
         },
         "processes": [[pid, name] for pid, name in made.processes.items()],
         "kinds": made.kinds,
