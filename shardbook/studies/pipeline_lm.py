@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from .._seams import after_backward
 from ..basics.tiny import TinyLM
-from ..tracing.record import trace
+from ..tracing import record
+from ..tracing.merge import Trace
 
 
 class Stage(nn.Module):
@@ -89,7 +90,7 @@ def _start() -> tuple[int, int]:
 
 def _pace(ms: float, name: str, since: int, late: int) -> None:
     global _device
-    end = trace.pace(ms, name, since, late)
+    end = record.pace(ms, name, since, late)
     _device = end, time.perf_counter_ns(), time.process_time_ns()
 
 
@@ -108,7 +109,7 @@ class _Backward(torch.autograd.Function):
         return grad, None, None
 
 
-def paced_timeline(traced: "trace.Trace") -> list[tuple]:
+def paced_timeline(traced: Trace) -> list[tuple]:
     """The paced kernels of a trace as `simulate` gives them, in ms after the first one's start.
 
     A list of (rank, kind, microbatch, chunk, start, end), measured.
