@@ -2,8 +2,8 @@
 
 `COLOURS` and the greys below are for plots and drawings (pictures/, which may know this room, not
 the other way round); `KINDS` are the slices of a trace, in the order in which kinds are met
-(kinds.py hands them out, picture.py and viewer/ draw them). The page around the slices, light and dark, is
-the viewer's own matter.
+(kinds.py hands them out, picture.py and viewer/ draw them). The page around the slices, light and
+dark, is the viewer's own matter.
 """
 
 # Okabe and Ito's palette: told apart with every common colour blindness. So is the dark grey; a

@@ -90,7 +90,13 @@ def views(page, count=1):
 def point(page, frame, index):
     """Where on the page slice `index` of the view is, scrolled into sight."""
     for _ in range(2):
-        place = frame.evaluate("i => trace.place(trace.slices[i])", index)
+        place = frame.evaluate(
+            """i => { const lanes = document.querySelector('.lanes'), s = trace.slices[i];
+              const box = lanes.getBoundingClientRect(), y = trace.place(s).y;
+              if (y > box.bottom - 12 || y < box.top + 34) lanes.scrollTop += y - box.top - 60;
+              return trace.place(s); }""",
+            index,
+        )
         box = frame.frame_element().bounding_box()
         x, y = box["x"] + place["x"], box["y"] + place["y"]
         page.evaluate(
@@ -192,7 +198,8 @@ def test_the_lanes_are_painted(ran):
     index = find(frame, "training step")
     painted, expected = frame.evaluate(
         """i => { const s = trace.slices[i], p = trace.place(s);
-          const canvas = document.querySelector('canvas'), box = canvas.getBoundingClientRect();
+          const canvas = document.querySelector('canvas:not(.axis)');
+          const box = canvas.getBoundingClientRect();
           const r = canvas.width / box.width, x = (p.x - box.left) * r, y = (p.y - box.top - 7) * r;
           const d = canvas.getContext('2d').getImageData(x, y, 1, 1).data;
           const hex = '#' + [...d].slice(0, 3).map(v => v.toString(16).padStart(2, '0')).join('');
@@ -205,6 +212,7 @@ def test_the_lanes_are_painted(ran):
 def test_wheel_scrolls_the_notebook_and_ctrl_wheel_zooms(page, ran):
     _, (frame, _) = ran
     scroll = "document.querySelector('.jp-Notebook .jp-WindowedPanel-outer').scrollTop"
+    frame.click("text=fit")
     page.mouse.move(*settled(page, frame, find(frame, "training step")))
     whole, before = frame.evaluate("trace.range()"), page.evaluate(scroll)
     page.mouse.wheel(0, 240)
@@ -266,20 +274,21 @@ def test_dark_theme_is_followed_and_legible(page, ran):
             return 0.2126 * v[0] + 0.7152 * v[1] + 0.0722 * v[2]; };
           const back = n => { for (; n; n = n.parentElement) { const c = getComputedStyle(n)
             .backgroundColor; if (!/, 0\\)$/.test(c)) return c; } return 'rgb(255,255,255)'; };
-          return ['.facts', '.bar button', 'input', '.legend span', '.details td:first-child',
+          return ['.facts', '.bar button', 'input', '.legend .chip', '.details td:first-child',
             '.details td:last-child', '.details h1', '.foot .hint'].map(q => {
               const n = document.querySelector(q), a = light(getComputedStyle(n).color) + 0.05;
               const b = light(back(n)) + 0.05; return [q, Math.max(a, b) / Math.min(a, b)]; }); }"""
     )
     assert all(ratio >= 4.5 for _, ratio in ratios), ratios  # WCAG 2 AA
-    # and on the canvas: the text of a header stands out from its band
-    values = frame.evaluate(
-        """() => { const c = document.querySelector('canvas'), r = c.width / c.clientWidth;
-          const d = c.getContext('2d').getImageData(0, 26 * r, 100 * r, 16 * r).data, out = [];
-          for (let i = 0; i < d.length; i += 4) out.push(d[i + 1]);
-          return [Math.min(...out), Math.max(...out)]; }"""
+    # and on the canvas: the band of a rank is dark, and its name over it is light
+    band, ink = frame.evaluate(
+        """() => { const c = document.querySelector('canvas:not(.axis)');
+          const r = c.width / c.clientWidth;
+          const d = c.getContext('2d').getImageData(100 * r, 34 * r, 1, 1).data;
+          const n = getComputedStyle(document.querySelector('.rank')).color.match(/\\d+/g);
+          return [d[1], +n[1]]; }"""
     )
-    assert values[0] < 60 and values[1] > 200, values
+    assert band < 60 and ink > 200, (band, ink)
     shot(page, "dark")
     page.keyboard.press("Escape")
     run_command(page, "apputils:change-theme", theme="JupyterLab Light")
