@@ -15,6 +15,7 @@ from torch import Tensor
 from shardbook import calls
 from shardbook.checks import communication as check
 from shardbook.basics.collectives import MAX_DIMS, exchange
+from shardbook.tracing import expected_calls, merge
 
 # %% [markdown]
 # ## What you are given
@@ -98,6 +99,42 @@ check.ring_reduce_scatter(ring_reduce_scatter)
 check.ring_all_gather(ring_all_gather)
 
 # %% [markdown]
+# **Compare two traces.** The messages that the contract asks for, written down, and those you sent.
+# `t.diff(expected)` names the first call that differs, or says that none does.
+
+
+# %%
+def messages(rank, world=4, nbytes=2 * 3 * 4):
+    """P-1 times 2 rows of 3 floats to the next rank, and as much from the rank before."""
+    return (world - 1) * [
+        ("send", nbytes, (rank + 1) % world),
+        ("recv", nbytes, (rank - 1) % world),
+    ]
+
+
+def compare(gather):
+    expected = expected_calls({rank: messages(rank) for rank in range(4)})
+    run = sb.run(lambda: gather(torch.ones(2, 3, device=sb.device())), world_size=4, trace=True)
+    return run.trace.diff(expected, order="group")  # whether sends or receives come first is yours
+
+
+print(compare(ring_all_gather))
+
+# %% [markdown]
+# This function gathers the right rows in as many messages, and is no ring. Where do they part?
+
+
+# %% tags=["nbval-ignore-output"]
+def gather_directly(x):
+    rank, whole = dist.get_rank(), [x.clone() for _ in range(4)]
+    for step in range(1, 4):
+        exchange(x, (rank + step) % 4, whole[rank - step], (rank - step) % 4)
+    return torch.cat(whole)
+
+
+compare(gather_directly)
+
+# %% [markdown]
 # ## Exercise 3: all-reduce
 #
 # The sum of x over all ranks, for any shape. You have both halves already. What is left is a
@@ -150,7 +187,7 @@ def traced_ring():
     return t
 
 
-sb.trace.merge(sb.run(traced_ring, world_size=4).values, "ring_all_reduce")
+merge(sb.run(traced_ring, world_size=4).values, "ring_all_reduce")
 
 # %% [markdown]
 # **Provoke it.** Rank 2 finds a NaN and returns early; the others go on to the all-reduce. On a

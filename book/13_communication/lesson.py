@@ -36,6 +36,7 @@ from shardbook.basics.collectives import (
     ring_reduce_scatter,
     tree_broadcast,
 )
+from shardbook.tracing import merge
 
 # %% [markdown]
 # ## Two calls
@@ -232,7 +233,7 @@ def star_then_ring():
     return t
 
 
-sb.trace.merge(sb.run(star_then_ring, world_size=4).values, "star, then ring")
+merge(sb.run(star_then_ring, world_size=4).values, "star, then ring")
 
 # %% [markdown]
 # In the star, ranks 1 to 3 mostly wait for rank 0. In the ring, all of them send and receive at
@@ -285,7 +286,7 @@ def broadcast_on_the_tree():
     return t
 
 
-sb.trace.merge(sb.run(broadcast_on_the_tree, world_size=4).values, "tree_broadcast")
+merge(sb.run(broadcast_on_the_tree, world_size=4).values, "tree_broadcast")
 
 # %% [markdown]
 # Two generations of arrows on four ranks: 0 to 1, then 0 and 1 to 2 and 3.

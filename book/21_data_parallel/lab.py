@@ -23,6 +23,7 @@ from shardbook import calls, plot
 from shardbook.checks import data_parallel as check
 from shardbook.memory import held_bytes
 from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
+from shardbook.tracing import expected_calls
 
 WORLD = 4
 PARAMS = sum(p.numel() for p in tiny_lm().parameters())
@@ -300,6 +301,21 @@ sb.predict("state", state_elements, sb.run(state_after_a_step, world_size=WORLD)
 
 # %%
 check.fully_sharded(FullySharded)
+
+# %% [markdown]
+# **Compare two traces.** What one wrapped layer of 35 parameters (padded to 36) has to call in a
+# step, written down, and what yours called: `diff` names the first call that differs.
+
+
+# %%
+def one_layer():
+    layer = FullySharded(nn.Linear(6, 5).to(sb.device()))
+    layer(torch.ones(3, 6, device=sb.device())).sum().backward()
+
+
+step = [("all_gather", 36 * 4), ("all_gather", 36 * 4), ("reduce_scatter", 36 * 4)]
+expected = expected_calls({rank: step for rank in range(WORLD)})
+print(sb.run(one_layer, world_size=WORLD, trace=True).trace.diff(expected))
 
 # %% [markdown]
 # **Predict.** Wrap both blocks and the rest: three modules. Calls and bytes of a step?

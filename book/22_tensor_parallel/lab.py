@@ -181,6 +181,32 @@ except NameError:
     print("write exercise 3 first")
 
 # %% [markdown]
+# Values can't show it, calls can: the traces of one step with your layer and without f. `diff` names
+# the first call that differs. Was it made forward or backward?
+
+
+# %%
+def mlp_step(column):
+    up, down = (nn.Linear(*sizes).to(sb.device()) for sizes in ((64, 256), (256, 64)))
+    up, down = column(up), RowParallelLinear(down)
+    x = torch.ones(4, 32, 64, device=sb.device(), requires_grad=True)
+    down(F.gelu(up(x))).sum().backward()
+
+
+def compare():
+    right, wrong = (
+        sb.run(mlp_step, column, world_size=2, trace=True).trace
+        for column in (ColumnParallelLinear, without_f())
+    )
+    return wrong.diff(right)
+
+
+print(compare())
+
+# %% tags=["nbval-ignore-output"]
+compare()
+
+# %% [markdown]
 # ### A hang to provoke: one rank leaves early
 #
 # Rank 1 returns before the sum. Everyone else waits for it. How does the message tell who?

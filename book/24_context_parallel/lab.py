@@ -231,6 +231,23 @@ predicted = (3 + 2 * 3) / (4 * 16)  # (2P + 1) / (4 P^2): pairs of halves, of (2
 # %%
 check.zigzag_ring_attention(zigzag_ring_attention)
 
+# %% [markdown]
+# **Compare two traces.** "The ring is the same": then both must make the same calls, forward and
+# backward. `diff` names the first call in which two traces differ, or says that none does.
+
+
+# %%
+def ring_step(attention):
+    q, k, v = (torch.ones(1, n, 32, 8, device=sb.device(), requires_grad=True) for n in (6, 2, 2))
+    attention(q, k, v).sum().backward()
+
+
+contiguous, zigzag = (
+    sb.run(ring_step, way, world_size=4, trace=True).trace
+    for way in (partial(ring_attention, causal=True), zigzag_ring_attention)
+)
+print(zigzag.diff(contiguous, order="group"))
+
 # %%
 work = {rank: 0 for rank in range(4)}
 for rank in work:

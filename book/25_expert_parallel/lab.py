@@ -25,6 +25,7 @@ from shardbook.checks import expert_parallel as check
 from shardbook.basics.tiny import counting_batch, token_loss
 from shardbook.parallel.expert import Group  # a process group, or None for all ranks
 from shardbook.studies.expert_lm import average_moe_gradients_, expert_groups, moe_lm
+from shardbook.tracing import merge
 
 # %% [markdown]
 # ## Exercise 1: the router's choice
@@ -230,6 +231,29 @@ check.combine(combine)
 
 # %%
 check.expert_parallel_moe(ExpertParallelMoE)
+
+# %% [markdown]
+# **Compare two traces.** Your layer should call what your `dispatch` and `combine` call, and nothing
+# beside it. `diff` names the first call in which two traces differ, or says that none does.
+
+
+# %%
+def forward_only(as_layer):
+    moe, generator = moe_lm().blocks[0].mlp.to(sb.device()), torch.Generator().manual_seed(7)
+    x = torch.randn(5 + dist.get_rank(), 64, generator=generator).to(sb.device())
+    layer = ExpertParallelMoE(moe.router, list(moe.experts), moe.k)
+    with sb.trace() as t:
+        if as_layer:
+            layer(x)
+        else:
+            weights, experts = route_top_k(moe.router(x), moe.k)
+            rows, state = dispatch(x, experts, len(moe.experts))
+            combine(rows, weights, state)
+    return t
+
+
+by_hand, layer = (merge(sb.run(forward_only, way, world_size=4).values) for way in (False, True))
+print(layer.diff(by_hand))
 
 # %% [markdown]
 # ### A failure to provoke: no way back
