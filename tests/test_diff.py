@@ -1,6 +1,7 @@
 """Two traces compared: the call that was changed is the one named, and nothing else is."""
 
 import base64
+import html
 import itertools
 import json
 import random
@@ -191,6 +192,26 @@ def test_the_sentences():
     assert said(expected_calls(BASE)) == "the traces are equal: 4 ranks, 12 communication calls"
 
 
+def test_dtype_and_reduction_are_compared_where_both_traces_record_them():
+    def one(**changes):
+        fields = {"op": "all_reduce", "nbytes": 8, "shape": (2,), "dtype": torch.float32}
+        fields |= {"group": (0,), "peer": None, "start_ns": 5, "end_ns": 9, "reduce": "sum"}
+        return Trace([RankTrace(0, calls=[Call(**fields | changes)], end=10)])
+
+    start = "rank 0, step 1: expected all_reduce of 8 bytes"
+    assert (
+        str(one(reduce="max").diff(one())) == f"{start} (sum) on rank 0, got all_reduce of 8 (max)"
+    )
+    assert "(bfloat16) on rank 0, got all_reduce of 8 (float32)" in str(
+        one().diff(one(dtype=torch.bfloat16))
+    )
+    assert one().diff(expected_calls({0: [("all_reduce", 8)]})) and one().diff(one(where="there"))
+    assert one().diff(one(reduce="")), "an older file"
+    label = one(label="dp").diff(one(label="tp"))
+    assert str(label) == f"{start} on group tp, got all_reduce of 8 on group dp"
+    assert one(label="dp").diff(one())
+
+
 def test_a_difference_that_follows_from_another_is_not_named():
     # a chain 2 -> 1 -> 0: rank 2 sends too little, and so do the others after it
     def chain(last):
@@ -256,7 +277,7 @@ def test_the_picture_shows_both_lanes_and_marks_the_first_difference():
     assert longer[0] < 910 and longer[1] < 170 and size[0] <= longer[0]
     for equal in (expected_calls(BASE).diff(expected_calls(BASE)), two_worlds()):
         page, texts, _ = pictured(equal)
-        assert page == f"<div>{equal}</div>" and not texts
+        assert html.unescape(page) == f"<div>{equal}</div>" and not texts
     odd = expected_calls({0: [("send", 8, 1)], 1: [("recv", 8, 0)]}, "<b>&", "<i>")
     page, texts, _ = pictured(odd.diff(expected_calls({0: [], 1: []})))
     assert "<i>" not in page and texts.count("nothing") == 2, "names are text"

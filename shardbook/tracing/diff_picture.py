@@ -105,8 +105,11 @@ def lines(step: Step, beside: Step | None = None) -> tuple[str, str]:
     word = "from" if step.op in ("recv", "broadcast", "scatter") else "to"
     upper = step.op + (f" {word} {step.peer}" if step.peer is not None else "")
     size = f"{step.nbytes:,} B" if step.op != "barrier" else ""
-    if beside is not None and step.dtype != beside.dtype:
-        size += f" {step.dtype}"
+    for mine, other in (
+        (step.reduce, beside and beside.reduce),
+        (step.dtype, beside and beside.dtype),
+    ):
+        size += f" {mine}" if other and mine != other else ""
     alone = step.op in P2P and (beside is None or beside.group == step.group)
     return upper, size if alone else ", ".join(filter(None, [size, group_text(step, beside)]))
 

@@ -22,6 +22,7 @@ class Step:
     op: str  # a module's: "forward of blocks.0.mlp"
     nbytes: int = 0
     dtype: str = ""
+    reduce: str = ""  # "sum", "max" …
     group: tuple[int, ...] = ()  # global ranks
     label: str = ""  # the group's own name, if it has one
     twin: int = 0  # of several groups of the same ranks and label: which, in order of first use
@@ -95,6 +96,7 @@ def _call(event: dict, what: str) -> Step:
         nbytes=nbytes,
         dtype=str(args.get("tensor", "")).partition("[")[0],
         group=tuple(group),
+        reduce=str(args.get("reduce", "")),
         label=str(args.get("label", "")),
         peer=args.get("peer" if op in P2P else "root"),
         tag=args.get("tag", 0),
@@ -122,14 +124,16 @@ def _twins(found: dict[int, list[Step]], names: dict[int, list[str]]) -> dict[in
 
 
 def comparable(*both: dict[int, list[Step]]) -> list[dict[int, list[Step]]]:
-    """The same without what one of the two traces does not record: dtypes, labels of groups."""
+    """The same without what one of the two does not record: dtypes, reductions, groups' labels."""
     every = [[s for mine in one.values() for s in mine] for one in both]
     typed = all(s.dtype for one in every for s in one if s.group and s.op != "barrier")
+    reducing = all(any(s.reduce for s in one) for one in every)
     unnamed = {s.group for one in every for s in one if not s.label}
 
     def less(s: Step) -> Step:
         label = "" if s.group in unnamed else s.label
         dtype = s.dtype if typed and s.op != "barrier" else ""
-        return dataclasses.replace(s, dtype=dtype, label=label)
+        reduce = s.reduce if reducing else ""
+        return dataclasses.replace(s, dtype=dtype, label=label, reduce=reduce)
 
     return [{rank: [less(s) for s in mine] for rank, mine in one.items()} for one in both]

@@ -181,7 +181,7 @@ class RankTrace:
             args |= {"group": list(call.group), "number": number, "where": call.where}
             if call.peer is not None:
                 args["peer" if kind == "p2p" else "root"] = call.peer
-            told = {"label": call.label, "tag": call.tag}
+            told = {"label": call.label, "tag": call.tag, "reduce": call.reduce}
             told |= {"group name": call.group_name if len(named[call.group]) > 1 else ""}
             args |= {name: value for name, value in told.items() if value}
             if len(call.events) == 2:

@@ -37,11 +37,11 @@ def sentence(rank: int, at: int, columns: list[Column]) -> str:
 
 
 def full(step: Step, beside: Step | None = None) -> str:
-    """``all_reduce of 4,096 bytes on group tp``; of dtype what makes it another than `beside`."""
+    """``all_reduce of 4,096 bytes on group tp``; and what else makes it another than `beside`."""
     if step.detail:
         return f"{step.op} ({step.detail})"
     text = step.op + ("" if step.op == "barrier" else f" of {step.nbytes:,} bytes")
-    text += _dtype(step, beside) + _peer(step)
+    text += _kind(step, beside) + _peer(step)
     if step.op in P2P and (beside is None or _group(step) == _group(beside)):
         return text
     return text + f" on {group_text(step, beside)}"
@@ -52,7 +52,7 @@ def brief(step: Step, beside: Step) -> str:
     if step.detail or beside.detail:
         return full(step)
     size = f" of {step.nbytes:,}" + ("" if beside.op != "barrier" else " bytes")
-    text = step.op + ("" if step.op == "barrier" else size) + _dtype(step, beside)
+    text = step.op + ("" if step.op == "barrier" else size) + _kind(step, beside)
     if step.peer != beside.peer or step.op != beside.op:
         text += _peer(step)
     if _group(step) != _group(beside):
@@ -60,9 +60,13 @@ def brief(step: Step, beside: Step) -> str:
     return text
 
 
-def _dtype(step: Step, beside: Step | None) -> str:
-    differs = beside is not None and step.dtype != beside.dtype and step.dtype and beside.dtype
-    return f" ({step.dtype})" if differs else ""
+def _kind(step: Step, beside: Step | None) -> str:
+    """How it reduces and of what dtype, where that makes it another call than `beside`."""
+    if beside is None or step.op != beside.op:
+        return ""
+    told = [(step.reduce, beside.reduce), (step.dtype, beside.dtype)]
+    differing = [mine for mine, other in told if mine and other and mine != other]
+    return f" ({', '.join(differing)})" if differing else ""
 
 
 def _peer(step: Step) -> str:
