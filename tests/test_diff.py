@@ -240,12 +240,18 @@ def test_a_difference_that_follows_from_another_is_not_named():
 
 def test_the_order_between_groups_and_peers_can_be_left_open():
     ring = {r: [("send", 8, 1 - r), ("recv", 8, 1 - r), ("barrier", 0)] for r in range(2)}
+    ring4 = {r: [("send", 8, (r + 1) % 4), ("recv", 8, (r - 1) % 4)] for r in range(4)}
     early = {r: [recv, send, barrier] for r, (send, recv, barrier) in ring.items()}
     assert "swapped" in said(expected_calls(early), ring)
     assert expected_calls(early).diff(expected_calls(ring), order="group")
     early[1].pop(1)
     found = expected_calls(early).diff(expected_calls(ring), order="group")
     assert "rank 1" in str(found) and "send of 8 bytes to rank 0" in str(found)
+    far = {r: [*mine[1:], ("send", 8, (r + 2) % 4)] for r, mine in ring4.items()}
+    assert str(expected_calls(far).diff(expected_calls(ring4), order="group")) == (
+        "rank 0, step 2: expected send of 8 bytes to rank 1, got send of 8 to rank 2; everything "
+        "before is equal; 3 more differences follow"
+    )
     with pytest.raises(ValueError, match="order is"):
         expected_calls(early).diff(expected_calls(ring), order="any")
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-from .steps import Step
+from .steps import P2P, Step
 
 MOST = 4_000_000  # pairs of calls that are aligned; past it the rest is compared place by place
 
@@ -39,7 +39,21 @@ def align(want: list[Step], have: list[Step], by_lane: bool) -> list[Column]:
         for i, step in enumerate(calls):
             lanes[step.lane][side].append((i, step))
     found = [c for a, b in lanes.values() for c in _columns(a, b, len(want), len(have))]
-    return sorted(found, key=lambda c: (c.i, c.j))
+    return sorted(_elsewhere(found), key=lambda c: (c.i, c.j))
+
+
+def _elsewhere(columns: list[Column]) -> list[Column]:
+    """A message missing in one lane and one too many in another went to, or came from, another."""
+    paired: dict[int, Column | None] = {}
+    for op in P2P:
+        missing = [c for c in columns if c.got is None and c.expected.op == op]
+        extra = [c for c in columns if c.expected is None and c.got.op == op]
+        sides = (sorted(side, key=lambda c: (c.i, c.j)) for side in (missing, extra))
+        for a, b in zip(*sides, strict=False):
+            paired[id(a)] = a._replace(j=b.j, got=b.got, moved=None)
+            paired[id(b)] = None
+    out = [paired.get(id(c), c) for c in columns]
+    return [c for c in out if c is not None]
 
 
 def _columns(want: list[tuple], have: list[tuple], end: int, stop: int) -> list[Column]:
