@@ -8,13 +8,15 @@ import base64
 import html as escape
 
 from .align import Column
+from .palette import OKABE_ITO
 from .picture import INK, PALE
 from .steps import P2P, Step
 from .words import count, group_text, ranks_text
 
 NAMES, COLUMN, LANE, HEADER = 78, 136, 36, 24
 BEFORE, SHOWN, RANKS = 2, 6, 4  # columns before the first difference, columns, ranks drawn
-EQUAL, WANTED, FOUND = ("#EEF1F5", "#D0D7DE"), ("#DCEBF5", "#0072B2"), ("#FBE3D3", "#D55E00")
+EQUAL = ("#EEF1F5", "#D0D7DE")  # of a call: paper and frame
+WANTED, FOUND = ("#DCEBF5", OKABE_ITO[0]), ("#FBE3D3", OKABE_ITO[5])
 BAND, FIRST = "#FFF4C9", "#8A3700"
 
 
