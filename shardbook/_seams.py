@@ -11,7 +11,6 @@ import importlib
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -105,9 +104,9 @@ def run_backward_with(engine: Callable) -> None:
         module._engine_run_backward = engine
 
 
-def exporting(compiler: ModuleType = torch.compiler) -> bool:
-    """torch.compiler.is_compiling() in one call instead of three: every module call asks."""
-    return compiler._is_compiling_flag
+exporting: Callable[[], bool] = functools.partial(getattr, torch.compiler, "_is_compiling_flag")
+"""torch.compiler.is_compiling() without a Python frame: every module call asks. AttributeError
+where it is gone."""
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Data parallel and ZeRO beyond the exercises' checks: beside PyTorch's, and at the edges."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -344,3 +345,16 @@ def test_held_bytes_counts_storages_once_and_gradients_too():
 def test_training_memory_is_the_papers():
     total = [sum(training_memory(7_500_000_000, 64, stage).values()) / 1e9 for stage in range(4)]
     assert [round(t, 1) for t in total] == [120.0, 31.4, 16.6, 1.9]
+
+
+def warned(dtype):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        ZeroAdamW([nn.Parameter(torch.ones(3, dtype=dtype))], lr=0.1)
+    return [str(w.message) for w in seen]
+
+
+def test_16_bit_parameters_without_a_master_copy_are_warned_of():
+    assert warned(torch.float32) == []
+    (said,) = warned(torch.bfloat16)
+    assert "give it fp32 parameters" in said

@@ -505,3 +505,11 @@ def test_a_compiled_model_compiles_whole_and_its_inside_is_left_out():
         model(x)
     assert len(drawn(t, "forward")["0"]) == 1 and len(drawn(t, "backward")["backward"]) == 1
     torch.compiler.reset()
+
+
+def test_what_belongs_to_tracing_is_found_on_the_function():
+    with sb.trace() as one:
+        sb.trace.label(tp=1)
+        sb.pace(1)
+    merged = sb.trace.merge([one], "both")
+    assert sb.trace.validate(merged.chrome()) == []

@@ -12,6 +12,7 @@
 import shardbook as sb
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import matplotlib.pyplot as plt

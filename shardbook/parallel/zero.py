@@ -5,6 +5,7 @@ Stage 1 cuts the optimizer state, stage 2 the gradients as well, stage 3 the par
 the two a rank needs its own part only, and that is where the memory is saved.
 """
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -39,6 +40,12 @@ class ZeroAdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self.group = group
+        if any(p.itemsize < 4 for options in self.param_groups for p in options["params"]):
+            warnings.warn(
+                "ZeroAdamW updates 16-bit parameters in 16 bits, where a step below about 1/256 of "
+                "a value is lost: give it fp32 parameters",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def step(self, closure=None):

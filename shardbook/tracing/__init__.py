@@ -13,3 +13,6 @@ from .shown import show
 from .validate import validate
 
 __all__ = ["Trace", "expected_calls", "label", "mark", "merge", "pace", "show", "trace", "validate"]
+
+# `sb.trace` is the function; what belongs to it is found on it, as in ``sb.trace.merge(parts)``.
+trace.merge, trace.label, trace.validate = merge, label, validate
