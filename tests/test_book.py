@@ -11,6 +11,7 @@ import pytest
 from book import build, extract
 from shardbook.chapters import CHAPTERS
 
+pytestmark = pytest.mark.usefixtures("warm_kernels")
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTER_DIRS = build.chapters([])
 WITH_LAB = [c for c in CHAPTER_DIRS if (c / "lab.py").exists()]

@@ -42,7 +42,7 @@ DECLARED = {  # beside what a file imports: patterns of what its tests read or s
     "solutions/44_dit_port.ipynb": ["book/44_dit_port/**"],
 }
 LAB = "tests/test_book.py::test_an_unsolved_lab_runs_from_top_to_bottom"  # the slow one there
-ALWAYS = ["conftest.py", "tests/conftest.py", "tests/kernels.py", "pyproject.toml"]
+ALWAYS = ["conftest.py", "tests/conftest.py", "tests/kernel_server.py", "pyproject.toml"]
 REACHES_OUT = {"subprocess", "ROOT", "__file__", "open"}  # names in a test file
 
 

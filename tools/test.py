@@ -31,7 +31,9 @@ NPU = {  # tests/standin/README.md
     "SHARDBOOK_STANDIN_OPS_DIR": ".cache/standin-ops",
 }
 LIBRARY = "not npu and not browser and not installation"
-ON_NPU = "not browser and not alone and not slow and not wrong_answer and not installation"
+ON_NPU = (
+    "not browser and not alone and not slow and not wrong_answer and not installation and not cpu"
+)
 NO_DEVICE = [  # what never makes a tensor on a device is tested once, in "library"
     f"--ignore=tests/{t}"
     for t in (
