@@ -30,6 +30,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+def slowness() -> float:
+    """How many times longer work takes now than on a quiet machine, for limits in seconds."""
+    began, used = time.monotonic(), time.process_time()
+    while time.process_time() - used < 0.1:
+        sum(range(1000))
+    return max(1.0, (time.monotonic() - began) / (time.process_time() - used))
+
+
 def wait_until(condition, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:

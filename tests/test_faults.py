@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardbook as sb
-from tests.processes import alive, descendants, wait_until
+from tests.processes import alive, descendants, slowness, wait_until
 
 pytestmark = pytest.mark.usefixtures("on_cpu")  # what is tested is how ranks start, fail and end
 
@@ -295,7 +295,7 @@ def test_fault(fn, world_size, timeout, says, hung, before):
     seconds = time.monotonic() - start
     assert caught.value.hung == hung
     assert isinstance(caught.value, sb.NotWritten) == (fn is is_not_written)
-    assert seconds < min(timeout, 8) + 10, "the message comes inside the deadline"
+    assert seconds < min(timeout, 8) + 10 * slowness(), "the message comes inside the deadline"
     assert not ranks_alive(before)
     assert sb.run(total, 2, world_size=3).values == [6.0] * 3, "the next run works"
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import shardbook as sb
 from shardbook.ranks.output import fold, ranks_text
+from tests.processes import slowness
 
 pytestmark = pytest.mark.usefixtures("on_cpu")  # what is tested is how ranks start, fail and end
 
@@ -66,7 +67,7 @@ def test_a_run_is_ready_again_at_once():
         start = time.monotonic()
         sb.run(dist.barrier)
         seconds.append(time.monotonic() - start)
-    assert min(seconds) < 1.0  # 0.06 s on a quiet machine
+    assert min(seconds) < 1.0 * slowness()  # 0.06 s on a quiet machine
 
 
 def test_collectives_of_subgroups_threads_and_async_work_pass_the_watch():
