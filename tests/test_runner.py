@@ -35,7 +35,7 @@ import shardbook as sb
 seen["filters"] = sorted(set(map(str, warnings.filters)))  # each import adds its own
 seen["torch"] = [torch.get_num_threads(), str(torch.get_default_dtype()), torch.is_grad_enabled()]
 seen["backend"] = plt.get_backend()
-seen["ranks"] = sb.run(lambda: (os.getcwd(), sorted(os.environ), sys.path), world_size=2).values
+seen["ranks"] = sb.run(lambda: (os.getcwd(), sys.path), world_size=2).values
 seen["seeds"] = [torch.initial_seed(), sb.run(torch.initial_seed, world_size=1).values[0]]
 seen["seeds"] += [random.getstate()[1][0], int(np.random.get_state()[1][5])]
 seen["magic"] = "ranks" in get_ipython().magics_manager.magics["cell"]
