@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing import util
+from multiprocessing import process, util
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,6 +124,7 @@ def _kernel(request: dict) -> None:
     for fd in range(3):
         os.dup2(null, fd)
     os.chdir(request["cwd"])
+    process.ORIGINAL_DIR = os.getcwd()  # what '' in sys.path means to the ranks
     os.environ.clear()
     os.environ.update(request["env"])
     _fork_server_in_waiting()
