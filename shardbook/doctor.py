@@ -5,6 +5,7 @@ so every case can be tested without the machine it happens on.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import glob
 import os
@@ -22,7 +23,14 @@ SCRIPTS = (
     "~/Ascend/cann/set_env.sh",
     "~/Ascend/ascend-toolkit/set_env.sh",
 )
-"""Where CANN's installer puts the script that sets its environment."""
+"""Where CANN's installer puts the script that sets its environment: since 8.5, and before."""
+RECORDS = (
+    "/usr/local/Ascend/cann/*-linux/ascend_toolkit_install.info",
+    "/usr/local/Ascend/ascend-toolkit/latest/*-linux/ascend_toolkit_install.info",
+    "~/Ascend/cann/*-linux/ascend_toolkit_install.info",
+    "~/Ascend/ascend-toolkit/latest/*-linux/ascend_toolkit_install.info",
+)
+"""Where it notes the version that it installed (CANN 8.5 and 8.0, software installation, paths)."""
 
 
 @dataclasses.dataclass
@@ -32,6 +40,7 @@ class Facts:
     torch: str = "2.13.0"
     torch_npu: str | None = None  # the installed version, whether or not it loads
     npu_reason: str = "torch_npu is not installed"  # why it can't be used, "" if it loaded
+    cann: str = ""  # the version of the toolkit found on disk
     npus: int = 0  # devices torch_npu sees
     npu_name: str = ""
     chips: int = 0  # /dev/davinci0 …: NPUs that the driver shows to this system or container
@@ -64,6 +73,7 @@ def gather(ranks: int = 4) -> Facts:
         torch=torch.__version__,
         torch_npu=version,
         npu_reason=npu_reason,
+        cann=cann_version(RECORDS),
         npus=npus,
         npu_name=npu_name,
         chips=sum(bool(re.fullmatch(r"/dev/davinci\d+", p)) for p in glob.glob("/dev/davinci*")),
@@ -74,6 +84,16 @@ def gather(ranks: int = 4) -> Facts:
         wanted=os.environ.get("SHARDBOOK_DEVICE", ""),
         ranks=ranks,
     )
+
+
+def cann_version(records: tuple[str, ...]) -> str:
+    """The version in the first installation record that can be read, or ""."""
+    for pattern in records:
+        for path in sorted(glob.glob(os.path.expanduser(pattern))):
+            with contextlib.suppress(OSError), open(path, errors="replace") as f:
+                if found := re.search(r"(?m)^version=(\S+)", f.read()):
+                    return found[1]
+    return ""
 
 
 def _devices(kind: str) -> tuple[int, str]:
@@ -183,7 +203,7 @@ def _npu(facts: Facts) -> list[Finding]:
 def _source(facts: Facts) -> str:
     if facts.scripts:
         return f"source {facts.scripts[0]}"
-    return f"install the CANN toolkit and the kernels of your chip, then source {SCRIPTS[1]}"
+    return f"install the CANN toolkit and the ops of your chip, then source {SCRIPTS[0]}"
 
 
 def _release(version: str) -> str:
@@ -262,14 +282,23 @@ def _wanted(facts: Facts) -> list[Finding]:
     return [Finding(f"{setting} decides the device")]
 
 
+def versions(facts: Facts) -> str:
+    """The versions that must go together, in one line."""
+    parts = [f"Python {platform.python_version()}", f"torch {facts.torch}"]
+    if facts.torch_npu:
+        parts.append(f"torch_npu {facts.torch_npu}")
+    if facts.torch_npu or facts.cann:
+        parts.append(f"CANN {facts.cann or 'not found'}")
+    return ", ".join(parts)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print what was found; 0 if the device to be used can be, 1 if something is in its way."""
     parser = argparse.ArgumentParser(prog="python -m shardbook doctor", description=__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="how many ranks you want to run")
     facts = gather(parser.parse_args(argv).ranks)
     findings = examine(facts)
-    versions = f"Python {platform.python_version()}, torch {facts.torch}"
-    print(versions + (f", torch_npu {facts.torch_npu}" if facts.torch_npu else ""))
+    print(versions(facts))
     for finding in findings:
         mark = "✗" if finding.problem else "!" if finding.next else "✓"
         print(f"{mark} {finding.text}")

@@ -142,7 +142,7 @@ def test_a_plugin_that_does_not_exist_says_its_name():
 # The doctor: each case of facts, the words that must be said, and the next step
 
 NO_CANN = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
-SOURCE = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+SOURCE = "source /usr/local/Ascend/cann/set_env.sh"
 CASES = {
     "nothing expected": (Facts(), "no NPU is expected", None),
     "chips but no torch_npu": (
@@ -158,7 +158,7 @@ CASES = {
     "no CANN at all": (
         Facts(torch_npu="2.13.0", npu_reason=NO_CANN),
         "CANN's libraries are missing",
-        "install the CANN toolkit and the kernels of your chip, then " + SOURCE,
+        "install the CANN toolkit and the ops of your chip, then " + SOURCE,
     ),
     "no driver": (
         Facts(torch_npu="2.13.0", npu_reason=NO_CANN.replace("hccl", "ascend_hal")),
@@ -283,3 +283,19 @@ def test_the_real_torch_npu_without_cann(tmp_path):
     assert seen.returncode == 1, seen.stdout + seen.stderr
     assert "CANN's libraries are missing (libhccl.so)" in seen.stdout
     assert "set_env.sh" in seen.stdout
+
+
+def test_the_doctor_reads_the_version_of_cann(tmp_path):
+    record = tmp_path / "cann" / "x86_64-linux" / "ascend_toolkit_install.info"
+    record.parent.mkdir(parents=True)
+    record.write_text("package_name=Ascend-cann-toolkit\nversion=9.1.0\narch=x86_64\n")
+    patterns = (str(tmp_path / "none" / "*"), str(tmp_path / "cann" / "*-linux" / record.name))
+    assert doctor.cann_version(patterns) == "9.1.0"
+    assert doctor.cann_version(patterns[:1]) == ""
+
+
+def test_the_doctor_shows_the_versions_that_go_together():
+    line = doctor.versions(Facts(torch_npu="2.13.0", cann="9.1.0"))
+    assert line.endswith("torch 2.13.0, torch_npu 2.13.0, CANN 9.1.0")
+    assert doctor.versions(Facts(torch_npu="2.13.0")).endswith("CANN not found")
+    assert "CANN" not in doctor.versions(Facts())

@@ -97,6 +97,28 @@ def test_without_a_network_it_says_so_and_can_be_repeated(clone):
     assert "pip install" in (clone / "calls").read_text(), "a changed pyproject is installed"
 
 
+@pytest.mark.parametrize(("kind", "extras"), [("lab", ".[npu]"), ("test", ".[test,npu]")])
+def test_where_an_npu_is_torch_npu_comes_along(clone, kind, extras):
+    (clone / "shardbook").mkdir()
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
+    install(clone, kind, **offline)  # makes .venv; pip has no network
+    script(clone / ".venv" / "bin" / "python", 'echo "$@" >> calls')
+    code, _, err = install(clone, kind, **offline)
+    assert code == 0 and "NPU" not in err
+    assert "npu" not in (clone / "calls").read_text()
+    (clone / "dev").mkdir()
+    (clone / "dev" / "davinci0").touch()
+    code, _, err = install(clone, kind, **offline, SHARDBOOK_DEV=str(clone / "dev"))
+    assert code == 0 and "an Ascend NPU is here" in err and "set_env.sh" in err
+    assert f"-e {extras}" in (clone / "calls").read_text()
+    again = install(clone, kind, **offline, SHARDBOOK_DEV=str(clone / "dev"))
+    assert again == (0, "", ""), "the second time there is nothing to do"
+
+
+def test_conda_users_are_told_the_same_extra():
+    assert "-e .[test,npu]" in (ROOT / "env.yml").read_text()
+
+
 def test_every_make_target_installs_first_and_calls_what_exists():
     text = (ROOT / "Makefile").read_text()
     alone = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}  # as in no `make`

@@ -12,7 +12,21 @@ esac
 
 say() { printf '%s\n' "shardbook: $*" >&2; }
 
-wanted="$PWD $(cksum < pyproject.toml)"
+# Where the driver shows an Ascend NPU, torch_npu comes along. (A test sets the folder of devices.)
+devices=${SHARDBOOK_DEV:-/dev}
+npu=""
+command -v npu-smi > /dev/null 2>&1 && npu=npu
+for device in "$devices"/davinci[0-9]*; do
+  [ -e "$device" ] && npu=npu
+done
+if [ -n "$npu" ]; then
+  case $extras in
+    "") extras="[npu]" ;;
+    *) extras="${extras%]},npu]" ;;
+  esac
+fi
+
+wanted="$PWD $(cksum < pyproject.toml)${npu:+ $npu}"
 for done in $enough; do
   if [ "$(cat ".venv/shardbook-$done" 2>/dev/null)" = "$wanted" ] &&
     .venv/bin/python -c "" 2>/dev/null; then
@@ -57,6 +71,11 @@ fi
 echo "$PWD" > .venv/shardbook-home
 
 say "installing into .venv: minutes the first time, most of them for torch"
+if [ -n "$npu" ]; then
+  say "an Ascend NPU is here, so torch_npu is installed too (the extra \"npu\"); it needs CANN, whose"
+  say "set_env.sh you source before Jupyter starts. Chapter 02 tells all of it, and afterwards"
+  say "python -m shardbook doctor says whether torch, torch_npu and CANN go together."
+fi
 quiet=--quiet
 if [ -t 1 ]; then quiet=""; fi # a person sees pip at work, a log only what went wrong
 # shellcheck disable=SC2086  # nothing, or one option

@@ -33,13 +33,15 @@ def run(
     timeout: float = 60,
     trace: bool = False,
     echo: bool = True,
+    env: dict[str, str] | None = None,
     **kwargs,
 ) -> Result:
     """Run ``fn(*args, **kwargs)`` on every one of `world_size` ranks, torch.distributed ready.
 
     `fn` may be defined in a cell. What the ranks print is shown when they are done, identical lines
-    once (`echo=False` keeps it in the result only). Under torchrun `fn` runs in place, as the rank
-    torchrun made of this process.
+    once (`echo=False` keeps it in the result only). `env` holds variables that every rank finds in
+    os.environ. Under torchrun `fn` runs in place, as the rank torchrun made of this process; output
+    of all hosts is shown once, by the first rank, whose `env` all hosts see.
 
     Raises RankError for ranks that fail, hang or don't end within `timeout` seconds, NotWritten if
     all they met is an unwritten exercise, and ValueError for arguments that can't work.
@@ -58,6 +60,8 @@ def run(
         )
     if not callable(fn):
         raise ValueError(f"the first argument is {fn!r}: it must be a function, not its result")
+    if not all(isinstance(x, str) for pair in (env or {}).items() for x in pair):
+        raise ValueError(f"env is {env!r}: it must map names of variables to text")
     if worker.in_rank:
         raise RuntimeError(
             "sb.run was called inside a rank: ranks can't start ranks, call the function instead"
@@ -65,7 +69,7 @@ def run(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from . import in_place
 
-        return in_place.run(fn, args, kwargs, world_size, timeout, trace)
+        return in_place.run(fn, args, kwargs, world_size, timeout, trace, echo, env or {})
     _say_once(too_few(world_size))
     try:
         call = worker.dumps((fn, args, kwargs))
@@ -81,7 +85,7 @@ def run(
         with launch.store() as store:
             job = {
                 "call": call,
-                "environ": dict(os.environ) | launch.defaults(),
+                "environ": dict(os.environ) | launch.defaults() | (env or {}),
                 "world_size": world_size,
                 "port": store.port,
                 "run_id": folder.name,

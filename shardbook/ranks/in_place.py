@@ -13,17 +13,26 @@ import torch.distributed as dist
 from .. import calls
 from ..devices import backend, set_rank_device, too_few
 from ..words import at
-from . import diagnose, pickles, worker
+from . import diagnose, output, pickles, worker
+from .captured import Captured
 from .result import NotWritten, RankError, Result
 
 
 def run(
-    fn: Callable, args: tuple, kwargs: dict, world_size: int, timeout: float, trace: bool
+    fn: Callable,
+    args: tuple,
+    kwargs: dict,
+    world_size: int,
+    timeout: float,
+    trace: bool,
+    echo: bool,
+    env: dict[str, str],
 ) -> Result:
     """``fn(*args, **kwargs)`` on this rank; the Result has the values of all ranks of all hosts.
 
-    A rank that fails raises and so ends its process, upon which torchrun ends the others. Output
-    goes where torchrun sends it.
+    What all ranks print is shown once, by the first rank, lines that several printed folded. A rank
+    that fails prints what it had, raises and so ends its process, upon which torchrun ends the
+    others. The first rank's `env` is set on all hosts while the function runs.
     """
     if not dist.is_initialized():
         local_rank, local_size = _place()
@@ -35,8 +44,10 @@ def run(
     if size != world_size and rank == 0:
         print(f"sb.run: {size} ranks, as torchrun started them (world_size={world_size} is unused)")
     calls.install()
-    with _deadline(rank, timeout):
+    captured = Captured(live=echo and rank == 0)
+    with _deadline(rank, timeout, captured), _environ(env):
         worker.in_rank = True
+        captured.begin()
         try:
             if trace:
                 from ..tracing.record import start_rank_trace
@@ -52,21 +63,27 @@ def run(
             raise RankError(
                 f"rank {rank} raised {type(error).__name__}: {error}", {rank: error}
             ) from error
+        else:
+            captured.end()
         finally:
             worker.in_rank = False
+            captured.give_up()
         if trace:
             from ..tracing.clock import offset
 
             recorded.clock = offset()
         found: list = [None] * size
-        dist.all_gather_object(found, _packed(value, recorded, rank))
-    pairs = [pickle.loads(x) for x in found]
+        dist.all_gather_object(found, (_packed(value, recorded, rank), captured.text))
+    outputs = [text for _, text in found]
+    if echo and rank == 0 and (shown := output.fold(captured.tail.rest(outputs))):
+        output.show(shown)
+    pairs = [pickle.loads(packed) for packed, _ in found]
     merged = None
     if trace:
         from ..tracing.merge import merge
 
         merged = merge([t for _, t in pairs])
-    return Result([v for v, _ in pairs], [""] * size, merged)
+    return Result([v for v, _ in pairs], outputs, merged)
 
 
 def _place() -> tuple[int, int]:
@@ -98,7 +115,24 @@ def _packed(value: object, recorded: object, rank: int) -> bytes:
 
 
 @contextlib.contextmanager
-def _deadline(rank: int, timeout: float) -> Iterator[None]:
+def _environ(env: dict[str, str]) -> Iterator[None]:
+    """The first rank's variables, on every rank of every host, until the block ends."""
+    said = [env]
+    dist.broadcast_object_list(said, src=0)
+    before = {name: os.environ.get(name) for name in said[0]}
+    os.environ.update(said[0])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _deadline(rank: int, timeout: float, captured: Captured) -> Iterator[None]:
     """End this process, with a line that says where it is, if the block takes too long."""
     waiting: list[calls.Call] = []
     main = threading.get_ident()
@@ -117,6 +151,7 @@ def _deadline(rank: int, timeout: float) -> Iterator[None]:
             here = f"waits in {call.op}{peer}{line}"
         else:
             here = f"is at {diagnose.frame_line(sys._current_frames()[main])}"
+        captured.give_up()
         text = f"RankError: rank {rank} did not end within {timeout:g} s: it {here}\n"
         os.write(2, text.encode())
         os._exit(1)

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..words import ranks_text
 
@@ -78,8 +78,8 @@ def show(text: str) -> None:
 class Tail:
     """Shows the lines of rank 0 as they come, once a run has lasted LIVE_AFTER seconds."""
 
-    def __init__(self, path: str):
-        self.path, self.start = path, time.monotonic()
+    def __init__(self, path: str, say: Callable[[str], None] = show):
+        self.path, self.start, self.say = path, time.monotonic(), say
         self.lines = 0
         # Off where outputs are compared: whether a run is "long" depends on the machine.
         self.on = os.environ.get("SHARDBOOK_LIVE", "1") != "0"
@@ -91,7 +91,7 @@ class Tail:
         self.start = time.monotonic() - LIVE_AFTER + 0.2  # five times a second
         lines = read(self.path).split("\n")[:-1]
         for line in lines[self.lines : SHOWN_LINES]:
-            show(f"[rank 0] {line[:SHOWN_CHARACTERS]}")
+            self.say(f"[rank 0] {line[:SHOWN_CHARACTERS]}")
         self.lines = max(self.lines, min(len(lines), SHOWN_LINES))
 
     def rest(self, outputs: Sequence[str]) -> dict[int, str]:
