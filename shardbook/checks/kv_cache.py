@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..devices import device
-from .compare import close, expect, random, refuses, same, unchanged
+from .compare import all_close, close, expect, random, refuses, same, unchanged
 from .groups import held, tensors_of
 from .report import check
 
@@ -30,6 +30,17 @@ def _lengths(cache) -> list[int]:
     return torch.as_tensor(cache.length).tolist()
 
 
+def _leaves_length(cache, change: str, *args) -> None:
+    """cache.append or cache.truncate makes a new `length`."""
+    earlier, was = cache.length, _lengths(cache)
+    said = f"length is {type(earlier).__name__}, expected a tensor"
+    expect(isinstance(earlier, Tensor), said, "type")
+    getattr(cache, change)(*args)
+    now = earlier.tolist()
+    said = f"{change} changed `length` in place, what was {was} when it was read is {now} now: "
+    expect(now == was, said + "make a new tensor")
+
+
 @check("KVCache")
 def kv_cache(answer, report):
     """Append, lengths, truncation."""
@@ -41,14 +52,12 @@ def kv_cache(answer, report):
         cache = _new(answer, 11)
         at = 0
         for n in (4, 1, 1, 3):
-            earlier, kept = cache.length, _lengths(cache)
             with unchanged("append", k, v):
                 keys, values = cache.append(k[:, :, at : at + n], v[:, :, at : at + n])
             at += n
             close(keys, k[:, :, :at].cpu(), f"the keys after {at} tokens", 0.0)
             close(values, v[:, :, :at].cpu(), f"the values after {at} tokens", 0.0)
             same(_lengths(cache), [at] * B, f"length after {at} tokens")
-            same(earlier.tolist(), kept, "a length that was read before an append, after it")
     with report.property(
         "truncate makes each row as short as it is told, and the next token goes there",
         hint="length is one number a row: after a rejected guess rows differ",
@@ -66,6 +75,29 @@ def kv_cache(answer, report):
             close(keys[row, :, : length + 2], want, f"the cached k of row {row}", 0.0)
             want = torch.cat([v[row, :, :length], v[row, :, 8:10]], dim=1).cpu()
             close(values[row, :, : length + 2], want, f"the cached v of row {row}", 0.0)
+    with report.property(
+        "`length` is a new tensor at each change",
+        hint="self.length = self.length + …, not +=: whoever has read a length keeps what it was",
+    ):
+        cache = _new(answer, 11)
+        _leaves_length(cache, "append", k[:, :, :6], v[:, :, :6])
+        lengths = torch.tensor([2, 6, 4], device=device())
+        _leaves_length(cache, "truncate", lengths)
+        lengths.zero_()
+        kept = _lengths(cache) == [2, 6, 4]
+        expect(kept, "truncate kept the tensor of lengths that it was given: make a new one")
+    with report.property(
+        "it keeps what was appended, also when its caller writes into k and v",
+        hint="copy k and v into memory of the cache: the caller may use theirs again",
+    ):
+        cache, given = _new(answer, 11), [t[:, :, :4].clone() for t in (k, v)]
+        cache.append(*given)
+        for t in given:
+            t.zero_()
+        got = cache.append(k[:, :, 4:6], v[:, :, 4:6])
+        keys, values = got
+        pairs = {"keys": (keys, k[:, :, :6]), "values": (values, v[:, :, :6])}
+        all_close(pairs, "a cache whose caller overwrote what it had given", 0.0)
     with report.property(
         "ValueError past max_len, and nothing is lost by it",
         hint="look before you write; exactly max_len tokens fit",

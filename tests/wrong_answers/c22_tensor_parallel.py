@@ -598,6 +598,46 @@ class HeadByHead(Heads):
     pass
 
 
+class _Together(torch.autograd.Function):
+    """f for x and for the copies of a kv head: one all-reduce backward carries all gradients."""
+
+    @staticmethod
+    def forward(ctx, x, mine, kv_heads, group, *params):
+        ctx.args = mine, kv_heads, group
+        return x.view_as(x), *(p.view_as(p) for p in params)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        mine, kv_heads, group = ctx.args
+        x, *own = [grad.flatten() for grad in grads]
+        own = torch.cat(own)
+        flat = torch.cat([x, own.new_zeros(kv_heads * len(own))])
+        flat[len(x) :].view(kv_heads, -1)[mine] = own
+        dist.all_reduce(flat, group=group)
+        x, own = flat[: len(x)], flat[len(x) :].view(kv_heads, -1)[mine]
+        summed = own.split([grad.numel() for grad in grads[1:]])
+        summed = [s.view_as(grad) for s, grad in zip(summed, grads[1:], strict=True)]
+        return x.view_as(grads[0]), None, None, None, *summed
+
+
+@right("ParallelAttention")
+class OneAllReduceBackward(tensor.ParallelAttention):
+    def forward(self, x, positions=None):
+        if self.replicas == 1:
+            return super().forward(x, positions)
+        mine = dist.get_rank(self.group) // self.replicas
+        kv_heads = dist.get_world_size(self.group) // self.replicas
+        x, *self.entered = _Together.apply(x, mine, kv_heads, self.group, *self.kv.parameters())
+        y = reduce_from_group(self.partial(x, positions), self.group)
+        return y if self.out.bias is None else y + self.out.bias
+
+    def _kv(self, x):
+        if self.replicas == 1:
+            return super()._kv(x)
+        entered, self.entered = self.entered, None
+        return F.linear(x, *entered)
+
+
 @wrong("ParallelAttention", says="sum it over those ranks")
 class CopiesDrift(Heads):
     """Shared kv heads whose gradients are not summed."""

@@ -369,6 +369,9 @@ def _variant(
     send=send_activation,
     receive=recv_activation,
     keep=None,
+    send_back=send,
+    receive_back=lambda y, peer, group: recv(room(y), peer, group),
+    tidy=True,
 ):
     def answer(stage, schedule, microbatches, targets, loss_fn, group=None):
         rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
@@ -380,7 +383,7 @@ def _variant(
         schedule = [order(ops) for ops in schedule] if order else schedule
         inputs = pipeline.Inbox(schedule, rank - 1, "F", lambda i: receive(rank - 1, group))
         back = pipeline.Inbox(
-            schedule, rank + 1, "B", lambda i: recv(room(live[i][1]), rank + 1, group)
+            schedule, rank + 1, "B", lambda i: receive_back(live[i][1], rank + 1, group)
         )
         for kind, i, _ in schedule[rank]:
             if kind == "F":
@@ -388,7 +391,7 @@ def _variant(
                 y = stage(x)
                 if rank == last:
                     y = loss_fn(y, targets[i]) / (scale or m)
-                    losses.append(y.detach())
+                    losses.append(y.detach() if tidy else y)
                 else:
                     send(y.detach(), rank + 1, group, sent)
                 live[i] = x, y
@@ -397,13 +400,14 @@ def _variant(
                 x, y = live.pop(i)
                 y.backward(grad)
                 if rank > 0:
-                    pipeline.send(x.grad, rank - 1, group, sent)
-            del x, y
+                    send_back(x.grad, rank - 1, group, sent)
+            if tidy:
+                del x, y
         for work, _ in sent:
             work.wait()
         if keep is not None:
             keep.append((microbatches, targets, sent))
-        total = torch.stack(losses).sum() if losses else None
+        total = torch.stack(losses).sum().detach() if losses else None
         if loss_everywhere:
             total = torch.zeros((), device=where) if total is None else total
             dist.all_reduce(total, group=group)
@@ -462,6 +466,18 @@ wrong("run_pipeline", says="bf16")(
 )
 
 
+right("run_pipeline")(
+    _named(
+        "a_header_before_each_message_either_way",
+        _variant(
+            send_back=send_activation,
+            receive_back=lambda y, peer, group: recv_activation(peer, group).detach(),
+        ),
+    )
+)
+right("run_pipeline")(_named("locals_of_the_last_backward_until_it_returns", _variant(tidy=False)))
+
+
 def _recv_three_dimensions(peer, group):
     x = recv_activation(peer, group)
     assert x.dim() == 3, "activations are [b, s, h]"
@@ -486,6 +502,16 @@ def keeps_every_graph(stage, schedule, microbatches, targets, loss_fn, group=Non
     stage.kept = []
     stage.register_forward_hook(lambda module, args, out: stage.kept.append(out))
     return pipeline.run_pipeline(stage, schedule, microbatches, targets, loss_fn, group)
+
+
+@wrong("run_pipeline", says="outputs, expected")
+def keeps_every_output(stage, schedule, microbatches, targets, loss_fn, group=None):
+    """Backward frees each graph, but what the stage gave stays until the step is over."""
+    kept = []
+    hook = stage.register_forward_hook(lambda module, args, out: kept.append(out))
+    loss = pipeline.run_pipeline(stage, schedule, microbatches, targets, loss_fn, group)
+    hook.remove()
+    return loss
 
 
 wrong("run_pipeline", says="only the last")(

@@ -71,6 +71,18 @@ def from_one_hots(logits, experts):
     return n * torch.dot(share, logits.softmax(-1).mean(0))
 
 
+@right("load_balancing_loss")
+def leaves_dropped_choices_out(logits, experts):
+    return from_one_hots(logits, experts[experts >= 0][:, None])
+
+
+@right("load_balancing_loss")
+def dropped_choices_are_choices(logits, experts):
+    n = logits.shape[-1]
+    hits = (experts.flatten()[:, None] == torch.arange(n, device=experts.device)).sum(0)
+    return n * (hits / experts.numel() * logits.softmax(-1).mean(0)).sum()
+
+
 @wrong("load_balancing_loss", says="k=2|off by")
 def sums_to_k(logits, experts):
     return from_one_hots(logits, experts) * experts.shape[1]
@@ -155,6 +167,11 @@ def capacity_of_each_choice(experts, num_experts, capacity):
 @wrong("apply_capacity", says="takes nobody's room.*differs")
 def dropped_rows_take_room_of_expert_0(experts, num_experts, capacity):
     return one_by_one(experts.clamp(min=0), num_experts, capacity) & (experts >= 0)
+
+
+@wrong("apply_capacity", says="takes nobody's room.*differs")
+def dropped_rows_take_room_of_the_last_expert(experts, num_experts, capacity):
+    return one_by_one(experts % num_experts, num_experts, capacity) & (experts >= 0)
 
 
 # dispatch and combine: each wrong one changes a step of the right way

@@ -192,13 +192,38 @@ class CountsInTheCallersTensor(RowByRow):
         self.length = lengths
 
 
-@wrong("KVCache", says="a length that was read before an append")
+@wrong("KVCache", says="append changed `length` in place.*make a new tensor")
 class CountsInPlace(RowByRow):
     def append(self, k, v):
         length = self.length
         found = super().append(k, v)
         self.length = length.add_(k.shape[2])
         return found
+
+
+@wrong("KVCache", says="truncate changed `length` in place")
+class TruncatesInPlace(RowByRow):
+    def truncate(self, lengths):
+        self.length.copy_(torch.as_tensor(lengths))
+
+
+@wrong("KVCache", says="kept the tensor of lengths that it was given")
+class KeepsTheCallersLengths(RowByRow):
+    def truncate(self, lengths):
+        self.length = torch.as_tensor(lengths, device=self.length.device)
+
+
+@wrong("KVCache", says="overwrote what it had given.*(?s:.*)copy k and v")
+class KeepsTheCallersTensors(RowByRow):
+    """The first tokens as they were given; what follows is written behind them."""
+
+    def append(self, k, v):
+        at, first = int(self.length.max()), getattr(self, "first", None)
+        if at == 0:
+            self.first = k.detach(), v.detach()
+        elif first and self.length.tolist() == [at] * len(k):
+            self.k[:, :, : first[0].shape[2]], self.v[:, :, : first[0].shape[2]] = first
+        return super().append(k, v)
 
 
 # cached_attention
