@@ -1,7 +1,8 @@
 """``python -m shardbook doctor``: which device is used, why not another, and what to do next.
 
 `gather` reads the facts of this machine, `examine` turns facts into findings and touches nothing,
-so every case can be tested without the machine it happens on.
+so every case can be tested without the machine it happens on. The file is long because each case
+is its own words.
 """
 
 import argparse
