@@ -80,7 +80,8 @@ def html(chrome: dict, title: str = "", height: int | None = None, most: int | N
         " all.</small></div>"
         # no height until it runs: with scripts off there is no empty box below the picture
         f'<iframe srcdoc="{srcdoc}" title="{words}" style="width:100%;border:0;height:0" '
-        f"onload=\"this.previousElementSibling.hidden=true;this.style.height='{size}'\">"
+        f'onload="this.previousElementSibling.hidden=true;if(!this.offsetHeight)'
+        f"this.style.height='{size}'\">"
         "</iframe></div>"
     )
 

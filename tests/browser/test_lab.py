@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardbook as sb
+from shardbook.tracing import view
 
 from ..test_trace_models import dit, gradients, mixtral
 from ..test_trace_ranks import _all_kinds
@@ -395,6 +396,43 @@ def test_open_in_perfetto_shows_every_slice(context, page, ran):
     outside = [u for u in asked if not u.startswith(("blob:", "data:", ui.url.split("/hub")[0]))]
     assert all((u, "csp") in refused for u in outside), (outside, refused)
     ui.close()
+
+
+def test_perfetto_opens_with_the_ranks_in_order_and_unfolded(context, lab):
+    events = []
+    for rank, count in enumerate((3, 9, 30, 6)):  # Perfetto puts the busiest process first
+        name = {"name": f"rank {rank}"}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
+        events += [
+            {"ph": "X", "pid": rank, "tid": 1, "ts": 10 * i, "dur": 9, "name": f"n{i}"}
+            for i in range(count)
+        ]
+        memory = {"ph": "C", "pid": rank, "name": "resident memory (MB)", "args": {"MB": 5}}
+        events += [memory | {"ts": t} for t in (1, 20)]
+    page = context.new_page()
+    page.goto(lab.url("lab"))
+    page.wait_for_function("window.jupyterapp")
+    page.evaluate(
+        """html => { const div = document.createElement('div');
+          div.style = 'position: fixed; inset: 0; z-index: 9999; background: white';
+          div.innerHTML = html; document.body.append(div); }""",
+        view.html({"traceEvents": events}),
+    )
+    (frame,) = views(page)
+    with context.expect_page() as opened:
+        frame.click(".perfetto")
+    ui = opened.value
+    loaded(ui)
+    ranks = """() => app.trace.workspace.children.filter(n => n.name.startsWith('rank'))
+      .map(n => [n.name.slice(0, 6), n.expanded])"""
+    ui.wait_for_function(f"({ranks})().some(r => r[1])")
+    assert ui.evaluate(ranks) == [[f"rank {r}", True] for r in range(4)]
+    counters = perfetto(ui, "select distinct name from counter_track")
+    assert counters == [["resident memory MB"]]
+    ui.wait_for_selector("text=rank 0")
+    shot(ui, "perfetto-order")
+    ui.close()
+    page.close()
 
 
 def foreign_model(make):

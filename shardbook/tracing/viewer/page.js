@@ -156,7 +156,11 @@ try { // follow JupyterLab's or VS Code's theme, and the size of the window, whe
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', paintTheme);
 
 arrange(); listen(); paintTheme(); fitLegend(); resize(); paint(); watch();
-new ResizeObserver(() => { fitLegend(); draw(); dock(); }).observe(lanes);
+let wide = 0;
+new ResizeObserver(() => {
+  if (wide !== lanes.clientWidth) { wide = lanes.clientWidth; fitLegend(); resize(); }
+  draw(); dock();
+}).observe(lanes);
 // for tests and for the curious: what is drawn, where, and how long it took
 window.trace = {
   data, tracks, slices, flows, pick, chrome, sums, folded, range: () => [from, to], dark: () => colours === DARK,

@@ -70,11 +70,12 @@ function tellRange() { // count, total, mean and most of each name in the stretc
 function resize() {
   if (data.height) return;
   try {
-    const bars = document.body.offsetHeight - lanes.offsetHeight - (details.hidden ? 0 : details.offsetHeight);
-    let wanted = Math.max(bars + total + 6, data.sizes.lowest) + (details.hidden ? 0 : details.scrollHeight);
+    const bars = [bar, legend, foot].reduce((sum, node) => sum + node.offsetHeight, 8);
+    const wanted = Math.max(bars + total + 6, data.sizes.lowest) + (details.hidden ? 0 : details.offsetHeight);
     let room = parent.innerHeight;
     for (let n = frameElement.parentElement; n && n !== parent.document.body; n = n.parentElement) {
-      if (/auto|scroll/.test(parent.getComputedStyle(n).overflowY) && n.clientHeight > 200) room = Math.min(room, n.clientHeight);
+      const own = n.matches('.jp-WindowedPanel-outer') || n.scrollHeight > n.clientHeight + 1 && n.clientHeight > 200; // not one as high as we are
+      if (own && /auto|scroll/.test(parent.getComputedStyle(n).overflowY)) room = Math.min(room, n.clientHeight);
     }
     frameElement.style.height = `${Math.round(Math.min(wanted, Math.max(room - 24, data.sizes.lowest)))}px`;
   } catch { /* another origin's page: the height that the html asks for stays */ }
