@@ -477,6 +477,23 @@ def test_what_stdout_cannot_show_costs_no_values():
     assert done.stdout == "[ranks 0-1] ?\n[42, 42]\n", done.stderr
 
 
+RUNS = "import os, shardbook as sb; print(sb.run(int, 3, world_size=2).values)"
+
+
+def test_a_long_tmpdir_is_no_reason_not_to_start(tmp_path):
+    folder = tmp_path / ("d" * 100)  # with a socket's name, longer than the system takes
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", RUNS],
+        env=os.environ | {"TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "[3, 3]\n", done.stderr
+    assert not list(folder.glob("shardbook-*"))
+
+
 INTERRUPTED = """
 import os, random, shutil, signal, sys, tempfile, threading, time
 import shardbook as sb

@@ -173,12 +173,20 @@ def test_rank_0_is_seen_while_a_long_run_lasts(kernel):
 
 
 def test_interrupt_ends_the_ranks_and_the_next_cell_runs(kernel):
-    ident = kernel.start("sb.run(time.sleep, 1e6, world_size=2)")
+    ident = kernel.start(
+        "def sleeps():\n    print('once')\n    time.sleep(1e6)\n"
+        "sb.run(sleeps, world_size=2, echo=False)"
+    )
     assert wait_until(lambda: len(kernel.ranks()) >= 2, 30)
     ranks = kernel.ranks()
     time.sleep(0.5)
     kernel.manager.interrupt_kernel()
-    assert "KeyboardInterrupt" in kernel.finish(ident)
+    text = kernel.finish(ident)
+    assert re.fullmatch(
+        r"interrupted after \d+ s\n  ranks 0-1: at cell line 3 in sleeps: time.sleep\(1e6\)\n"
+        "KeyboardInterrupt: the ranks are ended",
+        text,
+    ), text
     assert not any(map(alive, ranks))
     assert kernel.run("sb.run(step, Doubler(), world_size=2).values").endswith("[4.0, 4.0]")
 

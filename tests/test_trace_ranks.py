@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardbook as sb
+from shardbook import calls
 from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 from shardbook.tracing import merge, validate
 
@@ -150,33 +151,54 @@ def test_a_rank_on_another_clock_is_moved_in_the_merge():
     assert slices[0]["ts"] == slices[1]["ts"]
 
 
-def _not_waited_for():
-    rank, late, x = dist.get_rank(), 0.3, torch.ones(3, device=sb.device())
-    dist.barrier()
-    with sb.trace() as t:
+LATE = 0.3  # seconds
+
+
+def _until(true) -> None:
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def _not_waited_for(folder):
+    rank, x, came = dist.get_rank(), torch.ones(3, device=sb.device()), []
+
+    def joined(name):  # rank 1 comes LATE after rank 0 is in it, however busy the machine is
         if rank == 1:
-            time.sleep(late)
+            _until((folder / name).exists)
+            time.sleep(LATE)
+            came.append(time.monotonic_ns())
         work = dist.all_reduce(x, async_op=True)
+        (folder / name).touch()
+        return work
+
+    dist.barrier()
+    with sb.trace() as t, calls.record() as log:
+        work = joined("first")
         with sb.mark("goes on"):
-            time.sleep(2 * late)
+            _until(lambda: log[-1].complete)
         work.wait()
     with sb.trace() as cut:
         if rank == 0:
             work = dist.all_reduce(x, async_op=True)
             time.sleep(0.05)
-    if rank == 1:
+    if rank == 0:
+        (folder / "cut").touch()
+    else:
+        _until((folder / "cut").exists)
         work = dist.all_reduce(x, async_op=True)
     work.wait()
     with sb.trace() as left:  # nobody ever waits
-        if rank == 1:
-            time.sleep(late)
-        dist.all_reduce(x, async_op=True)
+        joined("second")
         dist.barrier()
-    return t, cut, left
+    return t, cut, left, came
 
 
-def test_an_async_collective_lasts_until_its_peer_came():
-    (early, cut, left), (late, _, _) = sb.run(_not_waited_for, world_size=2).values
+def test_an_async_collective_lasts_until_its_peer_came(tmp_path):
+    (early, cut, left, _), (late, _, _, came) = sb.run(
+        _not_waited_for, tmp_path, world_size=2
+    ).values
     for trace in (early, left, cut):
         assert validate(trace.chrome()) == []
     ends = {}
@@ -184,11 +206,13 @@ def test_an_async_collective_lasts_until_its_peer_came():
         slices = {s.name: s for s in trace.ranks[0].slices()}
         call, mark = slices["all_reduce"], slices["goes on"]
         assert call.track == "async collectives" and mark.start < call.end < mark.end
+        assert call.end > came[0], "until rank 1 came, and not until it was waited for"
         ends[rank] = call.end - call.start
-    assert 0.28 < ends[0] / 1e9 < 0.55, "until rank 1 came, not until it was waited for"
-    assert ends[1] / 1e9 < 0.2
+    assert ends[0] / 1e9 > LATE, "rank 0's lasts while rank 1 is not there yet"
+    assert ends[1] < ends[0], "rank 1's does not, since rank 0 is there already"
     (call,) = (s for s in left.ranks[0].slices() if s.name == "all_reduce")
-    assert 0.28 < (call.end - call.start) / 1e9 < 0.55
+    assert came[1] < call.end and "unfinished" not in call.args
+    assert (call.end - call.start) / 1e9 > LATE
     (call,) = cut.ranks[0].slices()
     assert call.args["unfinished"] and call.end == cut.ranks[0].end
 

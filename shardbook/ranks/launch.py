@@ -2,10 +2,12 @@
 
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Iterator
@@ -52,13 +54,15 @@ def started(world_size: int, folder: Folder) -> Iterator[list]:
             method = "forkserver"
             forkserver = multiprocessing.get_context(method)
             forkserver.set_forkserver_preload(["shardbook.ranks.preload"])
-        with _starting, uninterrupted(), _no_main():
+        with _starting, uninterrupted(), _no_main(), short_sockets():
             try:
                 context = torch.multiprocessing.start_processes(
                     worker.main, (folder,), nprocs=world_size, join=False, start_method=method
                 )
             except (OSError, EOFError) as error:  # no memory, no processes, no fork server
-                raise RankError(f"the ranks can't be started ({error!r})") from error
+                too_long = "path too long" in str(error)
+                why = f"{_TOO_LONG}: set TMPDIR=/tmp and start again" if too_long else repr(error)
+                raise RankError(f"the ranks can't be started ({why})") from error
         yield context.processes
     finally:
         with uninterrupted():
@@ -68,6 +72,23 @@ def started(world_size: int, folder: Folder) -> Iterator[list]:
                 process.kill()
             for process in mine:
                 process.join(10)
+
+
+_SOCKET_DIR = 70  # characters: the system takes 104 to 108 for a socket's path, its name needs 33
+_TOO_LONG = "the folder for temporary files has too long a name for sockets"
+
+
+@contextlib.contextmanager
+def short_sockets() -> Iterator[None]:
+    """Have multiprocessing make its folder of sockets, once a process, where names are short."""
+    before = tempfile.tempdir
+    if len(tempfile.gettempdir()) > _SOCKET_DIR:
+        tempfile.tempdir = next((d for d in ("/tmp", "/var/tmp") if os.access(d, os.W_OK)), before)
+    try:
+        multiprocessing.util.get_temp_dir()
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 _starting = threading.Lock()  # what _no_main changes belongs to the whole process
