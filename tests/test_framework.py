@@ -221,7 +221,7 @@ def test_what_holds_and_what_does_not_is_told():
     all_close({"out": (one, one), "dq": (two, two)})
     with pytest.raises(Wrong) as found:
         all_close(
-            {"out": (one, one), "dq": (two, two), "dk": (one, two), "dv": (None, two)}, "rank 1"
+            {"out": (one, one), "dq": (two, two), "dk": (one, two), "dv": (None, two)}, "on rank 1"
         )
     assert str(found.value) == (
         "dk on rank 1 is off by 1 at [0] (tolerance 1e-05); dv is wrong too; out and dq hold"

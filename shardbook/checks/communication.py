@@ -1,24 +1,22 @@
-"""Chapter 13: collectives from messages alone. Values, and who sent how much to whom.
-
-Every answer runs on groups of 1 to 4 of 4 ranks. The groups are picked so that a member's number in
-the group differs from its number in the world; peers and roots that mix the two up go wrong.
-"""
+"""Chapter 13: collectives from messages alone. Values, and who sent how much to whom."""
 
 import dataclasses
 import fractions
-from collections.abc import Callable, Iterator
-from typing import Any
+import math
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import calls
 from ..devices import device
-from .compare import close, expect, random, refuses, same
+from .compare import close, expect, listed, random, same
+from .families import kept
+from .groups import refusal
 from .report import Report, check
+from .seen import WORLD, Here, Runs, Seen
+from .wrong import hints
 
-GROUPS = [(2,), (1, 3), (0, 2, 3), (0, 1, 2, 3)]
 MEMBERS = (
     "inside a group dist.get_rank(group) counts from 0, but the peer of send and recv, like src, "
     "is a rank of the world: use group_dst, group_src or group_peer, or dist.get_global_rank"
@@ -29,6 +27,11 @@ STRIDES = (
     "buffer (empty_like keeps strides), and give the result x's shape and dtype"
 )
 UNCHANGED = "add into a buffer of your own: the input is the caller's"
+WAITS = (
+    "every message needs its send and its receive, and a plain send may wait for the receive: "
+    "start one of the two with isend or irecv, wait for it after the other, and let each rank take "
+    "part in every step"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,245 +47,201 @@ class Case:
         words = [self.layout, str(self.dtype)[6:], f"x {list(self.shape)}"]
         return " ".join(word for word in words if word)
 
-
-@dataclasses.dataclass
-class Member:
-    """What one member of a group returned and did."""
-
-    value: Any
-    changed: bool  # its input
-    aliased: bool  # the result lies in the input's memory
-    log: list[calls.Call]
-
-    def sent(self) -> list[calls.Call]:
-        return [c for c in self.log if c.op == "send"]
-
-
-Runs = dict[tuple[tuple[int, ...], Case], list[Member]]
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
 
 
 @check("ring_all_reduce")
 def ring_all_reduce(answer, report):
     """Compared with the sum of all inputs; messages counted where every call passes."""
-    with report.property("sums over any group of 1 to 4 ranks", hint=MEMBERS):
-        runs = _run(report, answer, [Case((3, 4)), Case((24,))])
-        _sums(runs)
-    with report.property("leaves its input as it was", hint=UNCHANGED):
-        _unchanged(runs)
-    with report.property("uses messages between two ranks only", hint=MESSAGES):
-        _only_messages(runs)
-    with report.property(
+    seen = _run(report, answer, [Case((3, 4)), Case((24,))])
+    _value(seen, "sums over any group of 1 to 4 ranks", _sum, MEMBERS)
+    _messages(seen)
+    seen.holds(
         "sends at most 2(P-1) messages a rank, each to the next rank",
+        _two_rounds,
         hint="a ring knows one receiver: the next rank, after the last one the first; P-1 steps of "
         "reduce-scatter, P-1 steps of all-gather",
-    ):
-        for ranks, _, i, member in _each(runs):
-            sent, most = member.sent(), 2 * (len(ranks) - 1)
-            expect(len(sent) <= most, f"rank {ranks[i]} of {ranks} sends {len(sent)} messages")
-            _goes_to(sent, ranks, i, (1,))
-    with report.property(
+    )
+    seen.holds(
         "sends at most 2(P-1)*ceil(numel/P) elements",
+        _few_elements,
         hint="cut x into P pieces and send one piece a step, never the whole tensor",
-    ):
-        _few_elements(runs)
-    with report.property(
+    )
+    more = _run(report, answer, [Case(s) for s in [(7,), (2,), (1,), (0, 5), (), (5, 1)]])
+    more.holds(
         "takes any number of elements: 7, fewer than ranks, one, none; and 0 dimensions",
+        lambda s: (_judge(s, _sum), _few_elements(s)),
         hint="pad x to P pieces of ceil(numel/P), or let pieces be uneven or empty and skip their "
         "messages on both sides",
-    ):
-        shapes = [(7,), (2,), (1,), (0, 5), (), (5, 1)]
-        runs = _run(report, answer, [Case(shape) for shape in shapes])
-        _sums(runs)
-        _few_elements(runs)
-    with report.property("takes any strides and dtype", hint=STRIDES):
-        _sums(_run(report, answer, _kinds((6, 5))))
+    )
+    kinds = _run(report, answer, _kinds((6, 5)))
+    _value(kinds, "takes any strides and dtype", _sum, STRIDES)
 
 
 @check("ring_reduce_scatter")
 def ring_reduce_scatter(answer, report):
     """Compared with the rows of the sum that belong to the rank."""
 
-    def pieces(case: Case, inputs: list[Tensor]) -> list[Tensor]:
-        return list(_sum(inputs).chunk(len(inputs)))
+    def piece(inputs: list[Tensor], s: Seen) -> Tensor:
+        return _sum(inputs, s).chunk(s.size)[s.place]
 
-    with report.property(
+    seen = _run(report, answer, [Case((12, 5)), Case((12,))])
+    _value(
+        seen,
         "gives member i piece i of the sum, for any group of 1 to 4 ranks",
+        piece,
         hint="the piece that a rank ends with is the one it adds last: start with another rank's "
         "piece. " + MEMBERS,
-    ):
-        runs = _run(report, answer, [Case((12, 5)), Case((12,))])
-        _compare(runs, pieces)
-    with report.property("leaves its input as it was", hint=UNCHANGED):
-        _unchanged(runs)
-    with report.property("uses messages between two ranks only", hint=MESSAGES):
-        _only_messages(runs)
-    with report.property(
+    )
+    _messages(seen)
+    seen.holds(
         "sends P-1 messages of n rows, all to one neighbour in the ring",
+        lambda s: _ring_messages(s, s.case.numel // s.size, (1, -1)),
         hint="a partial sum of one piece travels: receive it, add your part, pass it on",
-    ):
-        _ring_messages(runs, lambda case, world: _numel(case) // world, (1, -1))
-    with report.property("takes any strides and dtype, and pieces of no row", hint=STRIDES):
-        _compare(_run(report, answer, [*_kinds((12, 5)), Case((0, 5)), Case((12, 0))]), pieces)
+    )
+    kinds = _run(report, answer, [*_kinds((12, 5)), Case((0, 5)), Case((12, 0))])
+    _value(kinds, "takes any strides and dtype, and pieces of no row", piece, STRIDES)
 
 
 @check("ring_all_gather")
 def ring_all_gather(answer, report):
     """Compared with the inputs of all ranks, concatenated."""
 
-    def joined(case: Case, inputs: list[Tensor]) -> list[Tensor]:
-        return [torch.cat(inputs)] * len(inputs)
+    def joined(inputs: list[Tensor], s: Seen) -> Tensor:
+        return torch.cat(inputs)
 
-    with report.property(
+    seen = _run(report, answer, [Case((3, 5)), Case((7,))])
+    _value(
+        seen,
         "joins the rows of any group of 1 to 4 ranks in rank order",
+        joined,
         hint="in step s you receive what left the rank before you in step s, its neighbour's piece "
         "s steps back: piece (rank - s - 1) % P. " + MEMBERS,
-    ):
-        runs = _run(report, answer, [Case((3, 5)), Case((7,))])
-        _compare(runs, joined)
-    with report.property("leaves its input as it was", hint=UNCHANGED):
-        _unchanged(runs)
-    with report.property("uses messages between two ranks only", hint=MESSAGES):
-        _only_messages(runs)
-    with report.property(
+    )
+    _messages(seen)
+    seen.holds(
         "sends P-1 messages of n rows, to the next rank only",
+        lambda s: _ring_messages(s, s.case.numel, (1,)),
         hint="pass on what arrived in the step before; nothing goes to another rank than the next",
-    ):
-        _ring_messages(runs, lambda case, world: _numel(case), (1,))
-    with report.property("takes any strides and dtype, one row and none", hint=STRIDES):
-        _compare(_run(report, answer, [*_kinds((6, 5)), Case((0, 5)), Case((1, 2, 3))]), joined)
+    )
+    kinds = _run(report, answer, [*_kinds((6, 5)), Case((0, 5)), Case((1, 2, 3))])
+    _value(kinds, "takes any strides and dtype, one row and none", joined, STRIDES)
 
 
 @check("tree_broadcast")
 def tree_broadcast(answer, report):
     """Compared with the source's values; rounds follow from the order of each rank's messages."""
 
-    def from_source(case: Case, inputs: list[Tensor]) -> list[Tensor]:
-        return [inputs[case.number % len(inputs)]] * len(inputs)
+    def from_source(inputs: list[Tensor], s: Seen) -> Tensor:
+        return inputs[s.case.number % s.size]
 
-    cases = [Case((3, 5), number=place) for place in range(4)]
-    with report.property(
+    def own(s: Seen) -> None:
+        kept(s)
+        expect(s.size == 1 or not s.aliased, f"{s.where} returns x itself", "memory")
+
+    seen = _run(report, answer, [Case((3, 5), number=n) for n in range(4)], _from_source)
+    _value(
+        seen,
         "brings the values of src, any rank of any group, to all its members",
+        from_source,
         hint="src is a rank of the world; count places from the source: (group rank - source's "
         "group rank) % P. " + MEMBERS,
-    ):
-        runs = _run(report, answer, cases, call=_from_source)
-        _compare(runs, from_source)
-    with report.property(
+    )
+    seen.holds(
         "returns a new tensor and leaves x as it was on every rank",
+        own,
         hint="receive into a buffer of your own, and copy on the source too",
-    ):
-        _unchanged(runs)
-        for ranks, _, i, member in _each(runs):
-            expect(len(ranks) == 1 or not member.aliased, f"rank {ranks[i]} returns x itself")
-    with report.property("uses messages between two ranks only", hint=MESSAGES):
-        _only_messages(runs)
+    )
+    seen.only("uses messages between two ranks only", ("send", "recv"), MESSAGES)
     with report.property(
         "sends P-1 messages in all, each with the whole of x",
         hint="every rank but the source receives once, from a rank that has it already",
     ):
-        for (ranks, case), members in runs.items():
-            sizes = [_elements(c) for m in members for c in m.sent()]
-            wanted = [_numel(case)] * (len(ranks) - 1)
-            same(sizes, wanted, f"the elements of the messages in {ranks}")
+        for members in seen.groups():
+            sizes = [_elements(c) for s in members for c in s.sent]
+            wanted = [members[0].case.numel] * (len(members) - 1)
+            same(sizes, wanted, f"the elements of the messages in {members[0].ranks}", "traffic")
     with report.property(
         "takes ceil(log2 P) rounds",
         hint="in each round everyone who has the values sends them to one rank that has not: 1, 2, "
         "4 … ranks have them",
     ):
-        for (ranks, _), members in runs.items():
-            rounds, most = _rounds(ranks, members), (len(ranks) - 1).bit_length()
-            expect(rounds <= most, f"it takes {rounds} rounds for {len(ranks)} ranks, not {most}")
-    with report.property("takes any strides and dtype, no element, 0 dimensions", hint=STRIDES):
-        kinds = [*_kinds((6, 5)), Case((0, 5)), Case(())]
-        more = [dataclasses.replace(case, number=i) for i, case in enumerate(kinds)]
-        _compare(_run(report, answer, more, call=_from_source), from_source)
+        for members in seen.groups():
+            rounds, most = _rounds(members), (len(members) - 1).bit_length()
+            many = f"it takes {rounds} rounds for {len(members)} ranks, not {most}"
+            expect(rounds <= most, many, "traffic")
+    kinds = [*_kinds((6, 5)), Case((0, 5)), Case(())]
+    kinds = [dataclasses.replace(case, number=i) for i, case in enumerate(kinds)]
+    more = _run(report, answer, kinds, _from_source)
+    _value(more, "takes any strides and dtype, no element, 0 dimensions", from_source, STRIDES)
 
 
 @check("all_to_all")
 def all_to_all(answer, report):
     """Compared with what each member meant for this one."""
-    with report.property(
+    seen = _run(report, answer, [Case((20, 30))], _of_chunks)
+    place = "chunks[i] goes to member i and result[i] came from member i, your own included. "
+    seen.holds(
         "gives member i what each member had for it, at that member's place",
-        hint="chunks[i] goes to member i and result[i] came from member i, your own included. "
-        + MEMBERS,
-    ):
-        runs = _run(report, answer, [Case((20, 30))], make=_chunks)
-        _exchanged(runs)
-    with report.property("leaves its input as it was", hint=UNCHANGED):
-        _unchanged(runs)
-    with report.property("uses messages between two ranks only", hint=MESSAGES):
-        _only_messages(runs)
-    with report.property(
+        _exchanged,
+        hint=hints(place + MEMBERS, hang=WAITS),
+    )
+    _messages(seen)
+    seen.holds(
         "sends the data once, and one small message of sizes a pair",
+        _sent_once,
         hint="first tell the shape in a few integers, then send the values as they are: no padding "
         "to the largest, no detour over other ranks",
-    ):
-        for ranks, case, i, member in _each(runs):
-            chunks = _chunks(case, i, len(ranks))
-            for j, rank in enumerate(ranks):
-                if i == j:
-                    continue
-                sent = [c.nbytes for c in member.sent() if c.peer == rank]
-                text = f"rank {ranks[i]} sends {len(sent)} messages, {sum(sent)} bytes to {rank}"
-                limit = chunks[j].nbytes + 1024
-                expect(len(sent) <= 2 and sum(sent) <= limit, f"{text}, for {chunks[j].nbytes}")
-            to = {c.peer for c in member.sent()}
-            expect(to <= set(ranks) - {ranks[i]}, f"rank {ranks[i]} sends to {sorted(to)}")
-    with report.property(
+    )
+    kinds = [Case((4, 6), layout=layout) for layout in ("empty", "mixed", "transposed")]
+    kinds += [Case((4, 6), dtype) for dtype in (torch.bfloat16, torch.int64)]
+    more = _run(report, answer, kinds, _of_chunks)
+    more.holds(
         "takes chunks of no element, of 0 to 3 dimensions, of any strides and dtype",
+        _exchanged,
         hint="the message of sizes must tell the number of dimensions as well; receive into "
         "new_empty of that shape; nothing needs to travel for 0 elements",
-    ):
-        kinds = [Case((4, 6), layout=layout) for layout in ("empty", "mixed", "transposed")]
-        kinds += [Case((4, 6), dtype) for dtype in (torch.bfloat16, torch.int64)]
-        _exchanged(_run(report, answer, kinds, make=_chunks))
+    )
 
 
 @check("hierarchical_all_reduce")
 def hierarchical_all_reduce(answer, report):
     """Compared with the sum; bytes counted between nodes."""
-    layouts = {2: (1, 2), 3: (1, 3), 4: (1, 2, 4), 1: (1,)}
 
-    def cases(shape: tuple, **more) -> Callable[[int], list[Case]]:
-        return lambda world: [Case(shape, number=n, **more) for n in layouts[world]]
+    def run(*cases: Case) -> Runs:
+        """Each case in nodes of 1 to 4 ranks, where those divide the group."""
+        nodes = [dataclasses.replace(case, number=n) for case in cases for n in (1, 2, 3, 4)]
+        return _run(report, answer, nodes, _in_nodes)
 
-    with report.property(
+    seen = run(Case((3, 5)))
+    _value(
+        seen,
         "sums over nodes of 1, 2 and 4 ranks, of any group",
+        _sum,
         hint="sum inside the node so that each rank holds a piece, sum the pieces between ranks of "
         "the same place in their nodes, then gather inside the node. " + MEMBERS,
-    ):
-        runs = _run(report, answer, [cases((3, 5))], call=_in_nodes)
-        _sums(runs)
-    with report.property("leaves its input as it was", hint=UNCHANGED):
-        _unchanged(runs)
-    with report.property("uses messages between two ranks only", hint=MESSAGES):
-        _only_messages(runs)
-    with report.property(
+    )
+    _messages(seen)
+    seen.holds(
         "sends at most 2(N-1)*ceil(ceil(numel/ranks_per_node)/N) elements between nodes",
+        _few_between_nodes,
         hint="only the piece a rank holds after the reduce-scatter in its node goes between nodes, "
         "by a ring all-reduce of N ranks; consecutive ranks share a node",
-    ):
-        for ranks, case, i, member in _each(runs):
-            node = {r: j // case.number for j, r in enumerate(ranks)}
-            nodes = len(ranks) // case.number
-            piece = -(-_numel(case) // case.number)
-            most = 2 * (nodes - 1) * -(-piece // nodes)
-            out = [c for c in member.sent() if node.get(c.peer) != node[ranks[i]]]
-            sent = sum(_elements(c) for c in out)
-            text = f"rank {ranks[i]} of {ranks} in nodes of {case.number} sends {sent} elements"
-            expect(sent <= most, f"{text} to other nodes, not {most}")
-    with report.property(
+    )
+    more = run(*(Case(shape) for shape in [(0, 5), (1,), (3,), ()]), *_kinds((6, 5)))
+    _value(
+        more,
         "takes no element, one, any strides and dtype",
+        _sum,
         hint="pad to a whole number of pieces, at both levels. " + STRIDES,
-    ):
-        more = [cases((0, 5)), cases((1,)), cases((3,)), cases(())]
-        more += [cases(c.shape, dtype=c.dtype, layout=c.layout) for c in _kinds((6, 5))]
-        _sums(_run(report, answer, more, call=_in_nodes))
-    with report.property(
+    )
+    more = report.on_groups(_refused, answer, rounds=WORLD, timeout=20)
+    more.refused(
         "refuses a number of ranks that nodes don't divide with a ValueError",
         hint="check world % ranks_per_node before anything is sent, so that every rank raises",
-    ):
-        report.ranks(_refused, 4, answer)
+    )
 
 
 @check("collective_bytes")
@@ -327,7 +286,7 @@ def collective_bytes(answer, report):
                     ask(op, nbytes, world)
 
 
-# Running an answer on groups
+# Inputs
 
 
 def _tensor(case: Case, member: int, world: int) -> Tensor:
@@ -367,164 +326,138 @@ def _kinds(shape: tuple[int, int]) -> list[Case]:
     return layouts + [Case(shape, dtype) for dtype in (torch.bfloat16, torch.int64)]
 
 
-def _plain(answer: Callable, x: Any, case: Case, ranks: tuple, **group) -> Any:
-    return answer(x, **group)
+# On a rank
 
 
-def _from_source(answer: Callable, x: Any, case: Case, ranks: tuple, **group) -> Any:
-    return answer(x, ranks[case.number % len(ranks)], **group)
+def _plain(answer: Callable, here: Here, case: Case) -> Seen:
+    x = _tensor(case, here.place, here.size)
+    return here.see(lambda x: answer(x, **here.options), x=x)
 
 
-def _in_nodes(answer: Callable, x: Any, case: Case, ranks: tuple, **group) -> Any:
-    return answer(x, case.number, **group)
+def _of_chunks(answer: Callable, here: Here, case: Case) -> Seen:
+    chunks = _chunks(case, here.place, here.size)
+    return here.see(lambda chunks: answer(chunks, **here.options), chunks=chunks)
 
 
-def _run(
-    report: Report,
-    answer: Callable,
-    cases: list,
-    call: Callable = _plain,
-    make: Callable = _tensor,
-) -> Runs:
-    """Every case on every group; a case may be a function of the group's size that gives cases."""
-    plan = []
-    for ranks in GROUPS:
-        for case in cases:
-            plan += [(ranks, c) for c in (case(len(ranks)) if callable(case) else [case])]
-    report.timeout = min(report.timeout, 15)
-    values = report.ranks(_members, 4, answer, plan, call, make)
-    return {run: [values[r][k] for r in run[0]] for k, run in enumerate(plan)}
+def _from_source(answer: Callable, here: Here, case: Case) -> Seen:
+    x, src = _tensor(case, here.place, here.size), here.ranks[case.number % here.size]
+    return here.see(lambda x: answer(x, src, **here.options), x=x)
 
 
-def _members(answer: Callable, plan: list, call: Callable, make: Callable) -> dict[int, Member]:
-    """On one rank: what came of the runs it took part in, by number in the plan."""
-    world, me = dist.get_world_size(), dist.get_rank()
-    groups = {r: dist.new_group(r) for r in dict.fromkeys(r for r, _ in plan) if len(r) < world}
-    found = {}
-    for k, (ranks, case) in enumerate(plan):
-        if me not in ranks:
-            continue
-        x = make(case, ranks.index(me), len(ranks))
-        tensors = list(x) if isinstance(x, list) else [x]
-        before = [t.clone() for t in tensors]
-        group = {"group": groups[ranks]} if ranks in groups else {}
-        with calls.record() as log:
-            value = call(answer, x, case, ranks, **group)
-        kept = not isinstance(x, list) or [id(t) for t in x] == [id(t) for t in tensors]
-        kept = kept and all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
-        at = {t.untyped_storage().data_ptr() for t in tensors}
-        aliased = isinstance(value, Tensor) and value.untyped_storage().data_ptr() in at
-        found[k] = Member(_cpu(value), not kept, aliased, log)
-    return found
+def _in_nodes(answer: Callable, here: Here, case: Case) -> Seen | None:
+    if here.size % case.number:
+        return None
+    x = _tensor(case, here.place, here.size)
+    return here.see(lambda x: answer(x, case.number, **here.options), x=x)
 
 
-def _cpu(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_cpu(v) for v in value]
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
-
-
-def _refused(answer: Callable) -> None:
-    x = random(6, 5).to(device())
-    refuses(answer, x, 3, what="4 ranks in nodes of 3")
-    refuses(answer, x, 8, what="4 ranks in nodes of 8")
+def _refused(answer: Callable, here: Here) -> Seen:
+    x, said = random(6, 5).to(device()), ""
+    for nodes in (3, 8):
+        said = said or refusal(answer, x, nodes, what=f"4 ranks in nodes of {nodes}")
+    return Seen(refused=said)
 
 
 # What a run must have been like
 
 
-def _each(runs: Runs) -> Iterator[tuple[tuple[int, ...], Case, int, Member]]:
-    for (ranks, case), members in runs.items():
-        for i, member in enumerate(members):
-            yield ranks, case, i, member
+def _run(report: Report, answer: Callable, cases: list[Case], fn: Callable = _plain) -> Runs:
+    return report.on_groups(fn, answer, cases=cases, timeout=20)
 
 
-def _sum(inputs: list[Tensor]) -> Tensor:
+def _value(seen: Runs, name: str, expected: Callable, hint: str) -> None:
+    """The result is what `expected` makes of the inputs of all members of the group."""
+    seen.holds(name, lambda s: _judge(s, expected), hints(hint, hang=WAITS))
+
+
+def _judge(s: Seen, expected: Callable[[list[Tensor], Seen], Tensor]) -> None:
+    inputs = [_tensor(s.case, place, s.size).cpu() for place in range(s.size)]
+    # bf16 keeps 8 bits: each of up to three additions of values near 4 rounds by up to 2^-7
+    tolerance = 0.05 if s.case.dtype == torch.bfloat16 else 1e-5
+    close(s.value, expected(inputs, s), f"for {s.case} the result on {s.where}", tolerance)
+
+
+def _sum(inputs: list[Tensor], s: Seen) -> Tensor:
     if not inputs[0].dtype.is_floating_point:
         return torch.stack(inputs).sum(0)
     return torch.stack(inputs).float().sum(0).to(inputs[0].dtype)
 
 
-def _compare(runs: Runs, expected: Callable[[Case, list[Tensor]], list[Tensor]]) -> None:
-    for (ranks, case), members in runs.items():
-        inputs = [_tensor(case, i, len(ranks)).cpu() for i in range(len(ranks))]
-        # bf16 keeps 8 bits: each of up to three additions of values near 4 rounds by up to 2^-7
-        tolerance = 0.05 if case.dtype == torch.bfloat16 else 1e-5
-        for i, wanted in enumerate(expected(case, inputs)):
-            what = f"for {case} on ranks {ranks} the result of rank {ranks[i]}"
-            close(members[i].value, wanted, what, tolerance)
+def _messages(seen: Runs) -> None:
+    """What holds for all of them beside the value."""
+    seen.keeps_input(UNCHANGED)
+    seen.only("uses messages between two ranks only", ("send", "recv"), MESSAGES)
 
 
-def _sums(runs: Runs) -> None:
-    _compare(runs, lambda case, inputs: [_sum(inputs)] * len(inputs))
+def _exchanged(s: Seen) -> None:
+    what = f"the result of {s.where}"
+    expect(isinstance(s.value, list), f"{what} is no list of tensors", "type")
+    same(len(s.value), s.size, f"the number of tensors in {what}")
+    for j, rank in enumerate(s.ranks):
+        wanted = _chunks(s.case, j, s.size)[s.place].cpu()
+        close(s.value[j], wanted, f"what rank {s.rank} got from {rank}", 0)
 
 
-def _exchanged(runs: Runs) -> None:
-    for ranks, case, i, member in _each(runs):
-        what = f"the result of rank {ranks[i]} of {ranks}"
-        expect(isinstance(member.value, list), f"{what} is no list of tensors")
-        same(len(member.value), len(ranks), f"the number of tensors in {what}")
-        for j in range(len(ranks)):
-            wanted = _chunks(case, j, len(ranks))[i].cpu()
-            close(member.value[j], wanted, f"what rank {ranks[i]} got from {ranks[j]}", 0)
+def _sent_once(s: Seen) -> None:
+    for rank, chunk in zip(s.ranks, _chunks(s.case, s.place, s.size), strict=True):
+        sizes = [c.nbytes for c in s.sent if c.peer == rank]
+        text = f"{s.where} sends {len(sizes)} messages, {sum(sizes)} bytes to rank {rank}"
+        fits = len(sizes) <= 2 and sum(sizes) <= chunk.nbytes + 1024
+        expect(fits or rank == s.rank, f"{text}, for {chunk.nbytes}", "traffic")
+    to = {c.peer for c in s.sent}
+    expect(to <= set(s.ranks) - {s.rank}, f"{s.where} sends to {sorted(to)}", "traffic")
 
 
-def _unchanged(runs: Runs) -> None:
-    for ranks, case, i, member in _each(runs):
-        expect(not member.changed, f"{case} on rank {ranks[i]} of {ranks} was changed")
-
-
-def _only_messages(runs: Runs) -> None:
-    for ranks, _, i, member in _each(runs):
-        for call in member.log:
-            expect(call.op in ("send", "recv"), f"rank {ranks[i]} calls {call.op}")
-
-
-def _numel(case: Case) -> int:
-    return torch.Size(case.shape).numel()
+def _few_between_nodes(s: Seen) -> None:
+    node = {rank: place // s.case.number for place, rank in enumerate(s.ranks)}
+    nodes, piece = s.size // s.case.number, math.ceil(s.case.numel / s.case.number)
+    most = 2 * (nodes - 1) * math.ceil(piece / nodes)
+    out = sum(_elements(c) for c in s.sent if node.get(c.peer) != node[s.rank])
+    text = f"{s.where} in nodes of {s.case.number} sends {out} elements to other nodes"
+    expect(out <= most, f"{text}, not {most}", "traffic")
 
 
 def _elements(call: calls.Call) -> int:
     return call.nbytes // call.dtype.itemsize
 
 
-def _goes_to(sent: list[calls.Call], ranks: tuple[int, ...], i: int, steps: tuple) -> None:
-    """All messages of member i go to one rank, the next one (step 1) or the one before (-1)."""
-    peers = {c.peer for c in sent}
-    allowed = [{ranks[(i + step) % len(ranks)]} for step in steps]
-    to = " and ".join(str(p) for p in sorted(peers))
-    text = f"rank {ranks[i]} of {ranks} sends to rank {to}, the next rank is {allowed[0]}"
-    expect(not peers or peers in allowed, text.replace("{", "").replace("}", ""))
+def _goes_to(s: Seen, steps: tuple[int, ...]) -> None:
+    """All its messages go to one rank, the next one (step 1) or the one before (-1)."""
+    peers = sorted({c.peer for c in s.sent})
+    allowed = [s.ranks[(s.place + step) % s.size] for step in steps]
+    fine = not peers or (len(peers) == 1 and peers[0] in allowed)
+    text = f"rank {s.rank} of {s.ranks} sends to rank {listed(peers)}" if peers else ""
+    expect(fine, f"{text}, the next rank is {allowed[0]}", "traffic")
 
 
-def _few_elements(runs: Runs) -> None:
-    for ranks, case, i, member in _each(runs):
-        world = len(ranks)
-        most = 2 * (world - 1) * -(-_numel(case) // world)
-        sent = sum(_elements(c) for c in member.sent())
-        text = f"for {case} rank {ranks[i]} of {ranks} sends {sent} elements"
-        expect(sent <= most, f"{text}, more than {most}")
+def _two_rounds(s: Seen) -> None:
+    many = f"{s.where} sends {len(s.sent)} messages"
+    expect(len(s.sent) <= 2 * (s.size - 1), many, "traffic")
+    _goes_to(s, (1,))
 
 
-def _ring_messages(runs: Runs, elements: Callable[[Case, int], int], steps: tuple) -> None:
-    for ranks, case, i, member in _each(runs):
-        sizes = [_elements(c) for c in member.sent()]
-        wanted = [elements(case, len(ranks))] * (len(ranks) - 1)
-        same(
-            sizes, wanted, f"for {case}, the elements of the messages of rank {ranks[i]} of {ranks}"
-        )
-        _goes_to(member.sent(), ranks, i, steps)
+def _few_elements(s: Seen) -> None:
+    most = 2 * (s.size - 1) * math.ceil(s.case.numel / s.size)
+    sent = sum(_elements(c) for c in s.sent)
+    text = f"for {s.case} {s.where} sends {sent} elements, more than {most}"
+    expect(sent <= most, text, "traffic")
 
 
-def _rounds(ranks: tuple[int, ...], members: list[Member]) -> int:
+def _ring_messages(s: Seen, elements: int, steps: tuple[int, ...]) -> None:
+    sizes, wanted = [_elements(c) for c in s.sent], [elements] * (s.size - 1)
+    same(sizes, wanted, f"for {s.case}, the elements of the messages of {s.where}", "traffic")
+    _goes_to(s, steps)
+
+
+def _rounds(members: list[Seen]) -> int:
     """Rounds that the messages need when a rank takes part in one message a round."""
-    busy = dict.fromkeys(ranks, 0)  # the last round a rank took part in
-    todo = {r: list(m.log) for r, m in zip(ranks, members, strict=True)}
+    busy = dict.fromkeys(members[0].ranks, 0)  # the last round a rank took part in
+    todo = {s.rank: list(s.forward) for s in members}
     travelling: dict[tuple, list[int]] = {}
     moved = True
     while moved:
         moved = False
-        for r in ranks:
+        for r in todo:
             while todo[r]:
                 call = todo[r][0]
                 if call.op == "send":

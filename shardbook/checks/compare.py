@@ -3,7 +3,7 @@
 import contextlib
 import numbers
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,12 +81,12 @@ def all_close(
 ) -> None:
     """``{name: (actual, expected)}`` are close; the message tells which of them are and which not.
 
-    >>> all_close({"out": (out, whole), "dq": (dq, dq_whole)}, "rank 1 of 2")
+    >>> all_close({"out": (out, whole), "dq": (dq, dq_whole)}, "on rank 1 of 2")
     """
     wrong: dict[str, Wrong] = {}
     for name, (actual, expected) in pairs.items():
         try:
-            close(actual, expected, f"{name} on {where}" if where else name, tolerance)
+            close(actual, expected, f"{name} {where}" if where else name, tolerance)
         except Wrong as found:
             wrong[name] = found
     if not wrong:
@@ -101,9 +101,29 @@ def all_close(
     raise Wrong(said, wrong[first].kind, wrong[first].hint)
 
 
-def listed(words: Sequence[object]) -> str:
+def agree(got: Any, want: Any, what: str, tolerance: float = 1e-5) -> None:
+    """Tensors close, lists and tuples of them entry by entry, everything else equal."""
+    if isinstance(want, Tensor):
+        close(got, want, what, tolerance)
+    elif isinstance(want, (list, tuple)) and any(isinstance(w, Tensor) for w in want):
+        agree_in_number(got, want, what)
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            agree(g, w, f"tensor {i} of {what}", tolerance)
+    else:
+        same(got, want, what)
+
+
+def agree_in_number(got: Any, want: Sequence, what: str) -> None:
+    """A list or tuple of as many as are wanted."""
+    if not isinstance(got, (list, tuple)):
+        kind = "none" if got is None else "type"
+        raise Wrong(f"{what} is {type(got).__name__}, expected {len(want)} tensors", kind)
+    same(len(got), len(want), f"the number of tensors in {what}", "type")
+
+
+def listed(words: Iterable[object]) -> str:
     """ "a", "a and b", "a, b and c"."""
-    *front, last = [str(word) for word in words]
+    *front, last = [str(word) for word in words] or [""]
     return f"{', '.join(front)} and {last}" if front else last
 
 

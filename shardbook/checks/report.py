@@ -13,7 +13,7 @@ import inspect
 import pkgutil
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -21,13 +21,12 @@ from ..chapters import chapter_of
 from ..notebook import lab, progress
 from ..ranks import run
 from ..ranks.result import NotWritten, RankError
-from .wrong import Hint, Wrong, hint_for, noting, say, unwritten
+from .families import OnGroups
+from .functions import Function
+from .seen import ROUNDS, Rounds
+from .wrong import Hint, NotExamined, Wrong, hint_for, noting, say, unwritten
 
 RUNS = "runs"  # the property that fails when the answer raises outside all others
-
-
-class NotExamined(Exception):
-    """A property needs what a run that failed did not leave; that was told in a line above."""
 
 
 class _Stop(Exception):
@@ -133,7 +132,8 @@ class Report:
         if key not in self._runs:
             self._runs[key] = kept = _Run((args, kwargs))
             try:
-                kept.values = self._run(fn, world_size, *args, **kwargs)
+                options = {"world_size": world_size, "timeout": self.timeout}
+                kept.values = self._run(fn, *args, **options, **kwargs)
             except BaseException:
                 kept.failed = True
                 raise
@@ -141,10 +141,39 @@ class Report:
             raise NotExamined
         return self._runs[key].values
 
-    def _run(self, fn: Callable, world_size: int, *args, **kwargs) -> list:
-        options = {"world_size": world_size, "timeout": self.timeout}
+    def function(self, answer: Callable, oracle: Callable, **named) -> Function:
+        """The families of properties of a function in one process; see `families`."""
+        return Function(self, answer, oracle, **named)
+
+    def on_groups(
+        self,
+        fn: Callable,
+        answer: Any,
+        *args,
+        cases: Iterable | None = None,
+        rounds: Rounds = ROUNDS,
+        timeout: float | None = None,
+    ) -> OnGroups:
+        """``fn(answer, here, *args)`` on the world and on groups of it, what each rank saw.
+
+        With `cases`, ``fn(answer, here, case, *args)`` for each of them. It runs when it is first
+        read, and once: the same call again gives the same runs.
+        """
+        cases = [()] if cases is None else [(case,) for case in cases]
+        key = (fn, _frozen((answer, args, cases, rounds)))
+        if key not in self._runs:
+            world = sum(len(part) for part in rounds[0])
+
+            def start(*given) -> None:
+                self._run(*given, world_size=world, timeout=timeout or self.timeout)
+
+            kept = OnGroups(self, start, fn, answer, cases, args, rounds)
+            self._runs[key] = _Run((answer, args, cases), kept)
+        return self._runs[key].values
+
+    def _run(self, fn: Callable, *args, **kwargs) -> list:
         try:
-            return run(noting, fn, *args, **options, **kwargs).values
+            return run(noting, fn, *args, **kwargs).values
         except NotWritten:
             raise
         except RankError as error:
@@ -159,7 +188,7 @@ class _Run:
     """What came of a run. It holds the arguments, so that their ids stay theirs."""
 
     args: tuple
-    values: list = dataclasses.field(default_factory=list)
+    values: Any = None
     failed: bool = False
 
 
@@ -169,7 +198,8 @@ def _frozen(value: Any) -> Any:
         return type(value), tuple(map(_frozen, value))
     if isinstance(value, dict):
         return tuple((_frozen(k), _frozen(v)) for k, v in value.items())
-    if value is None or isinstance(value, (bool, int, float, str)):
+    plain = isinstance(value, (bool, int, float, str))
+    if plain or value is None or (dataclasses.is_dataclass(value) and type(value).__hash__):
         return type(value), value
     return type(value), id(value)
 

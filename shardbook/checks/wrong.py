@@ -41,6 +41,10 @@ class Wrong(AssertionError):
         self.kind, self.hint = kind, hint
 
 
+class NotExamined(Exception):
+    """A property needs what a run that failed did not leave; that was told in a line above."""
+
+
 def hints(otherwise: str, **by_kind: str) -> dict[str, str]:
     """A hint for each kind of failure: those of Wrong, "hang", "raised" or "signature"."""
     return {"otherwise": otherwise} | by_kind

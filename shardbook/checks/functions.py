@@ -1,0 +1,209 @@
+"""Families of properties of a function in one process: what `report.function` gives.
+
+See `families` for how a check is written with it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..devices import device
+from .compare import agree, agree_in_number, all_close, expect, random, refuses
+from .wrong import Hint
+
+Args = tuple[Any, ...]
+
+
+class Call(tuple):
+    """The arguments of a call, and in `told` what is special about them; made by `called`."""
+
+    told = ""
+
+
+def called(told: str, *args: Any) -> Call:
+    """Arguments that a message names: ``called("where rows differ", a, b)``."""
+    call = Call(args)
+    call.told = f" {told}"
+    return call
+
+
+class Function:
+    """Properties of a function that an oracle computes too. Calls are tuples of arguments.
+
+    `names` are those of several results, `what` is that of one.
+    """
+
+    def __init__(
+        self,
+        report: Any,  # the Report that asks
+        answer: Callable,
+        oracle: Callable,
+        what: str = "the result",
+        names: tuple[str, ...] = (),
+    ):
+        self.report, self.answer, self.oracle = report, answer, oracle
+        self.what, self.names = what, names
+
+    def value(
+        self,
+        name: str,
+        *calls: Args,
+        hint: Hint,
+        tolerance: float = 1e-5,
+        oracle: Callable | None = None,
+    ) -> None:
+        """The oracle's value, of tensors of these strides and dtypes, which stay as they were."""
+        with self.report.property(name, hint):
+            for args in calls:
+                self._judge(args, tolerance, oracle or self.oracle)
+
+    def _judge(self, args: Args, tolerance: float, oracle: Callable) -> None:
+        mine, told = placed(args), _told(args)
+        got, want = self.answer(*mine), oracle(*args)
+        if self.names:
+            agree_in_number(got, want, self.what + told)
+            pairs = zip(got, want, strict=True)
+            all_close(dict(zip(self.names, pairs, strict=True)), told.strip(), tolerance)
+        else:
+            agree(got, want, self.what + told, tolerance)
+        for old, new in zip(_tensors(args), _tensors(mine), strict=True):
+            kept = torch.equal(old.nan_to_num(), new.detach().cpu().nan_to_num())
+            expect(kept, f"an input was changed{told}", "kept")
+
+    def view(self, name: str, *calls: Args, hint: Hint) -> None:
+        """The result lies in the memory of the first argument."""
+        with self.report.property(name, hint):
+            for args in calls:
+                mine = placed(args)
+                shares = _memory(self.answer(*mine)) == _memory(mine[0])
+                expect(shares, f"{self.what} lies in new memory{_told(args)}", "memory")
+
+    def copy(self, name: str, *calls: Args, hint: Hint) -> None:
+        """The result lies in memory of its own, not in that of an argument."""
+        with self.report.property(name, hint):
+            for args in calls:
+                mine = placed(args)
+                own = _memory(self.answer(*mine)) not in {_memory(t) for t in _tensors(mine)}
+                expect(own, f"{self.what} lies in the memory of an input{_told(args)}", "memory")
+
+    def dtypes(self, name: str, args: Args, hint: Hint, kinds: Sequence = (), **more) -> None:
+        """The oracle's value and dtype in bf16, int64 and bool, or in the dtypes given."""
+        kinds = kinds or (torch.bfloat16, torch.int64, torch.bool)
+        calls = [
+            _mapped(args, lambda t, k=k: (t if k == torch.bfloat16 else t > 0).to(k)) for k in kinds
+        ]
+        self.value(name, *calls, hint=hint, **more)
+
+    def gradient(self, name: str, *calls: Args, hint: Hint, tolerance: float = 1e-5) -> None:
+        """The oracle's gradient of every floating-point argument."""
+        with self.report.property(name, hint):
+            for args in calls:
+                wanted = _gradients(self.oracle, args, None)
+                got = _gradients(self.answer, placed(args), self.what)
+                names = [f"the gradient of {n}" for n in _names(self.oracle, args)]
+                pairs = zip(got, wanted, strict=True)
+                all_close(dict(zip(names, pairs, strict=True)), _told(args).strip(), tolerance)
+
+    def no_grad(self, name: str, *calls: Args, hint: Hint, tolerance: float = 1e-5) -> None:
+        """The same value where no gradient is wanted."""
+        with self.report.property(name, hint), torch.no_grad():
+            for args in calls:
+                self._judge(args, tolerance, self.oracle)
+
+    def again(self, name: str, *calls: Args, hint: Hint, tolerance: float = 1e-5) -> None:
+        """One call after another, each as if it were the first."""
+        self.value(name, *calls, *reversed(calls), hint=hint, tolerance=tolerance)
+
+    def refuses(self, name: str, *calls: tuple[Args, str], hint: Hint) -> None:
+        """A ValueError that says something, for each (arguments, what they are)."""
+        with self.report.property(name, hint):
+            for args, what in calls:
+                refuses(self.answer, *placed(args), what=what)
+
+
+def placed(value: Any) -> Any:
+    """The same on this rank's device, with its strides; tensors are copies."""
+
+    def place(t: Tensor) -> Tensor:
+        t = t.detach()
+        moved = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device())
+        if 0 in t.stride():  # expanded: one element stands for many
+            return t.clone(memory_format=torch.preserve_format).to(device())
+        return moved.copy_(t)
+
+    return _mapped(value, place)
+
+
+def strided(*shape: int, seed: int = 0) -> list[Tensor]:
+    """Random tensors of a shape that are not contiguous: transposed, every other, expanded."""
+    *front, last = shape
+    return [
+        random(last, *front, seed=seed).movedim(0, -1),
+        random(*front, 2 * last, seed=seed)[..., ::2],
+        random(*front, 1, seed=seed).expand(shape),
+    ]
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(v, change) for v in value)
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _memory(value: Any) -> int:
+    expect(isinstance(value, Tensor), f"the result is {type(value).__name__}", "type")
+    return value.untyped_storage().data_ptr()
+
+
+def _told(args: Args) -> str:
+    """What is special about these arguments: strides, dtype, numbers; "" for plain tensors."""
+    if isinstance(args, Call):
+        return args.told
+    words = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            odd = not arg.is_contiguous()
+            words += [f"strides {tuple(arg.stride())}"] if odd else []
+            words += [str(arg.dtype)] if arg.dtype != torch.float32 else []
+        elif isinstance(arg, (int, float, str)):
+            words.append(f"{arg!r}")
+    return f" for {', '.join(words)}" if words else ""
+
+
+def _names(oracle: Callable, args: Args) -> list[str]:
+    """The names of the floating-point tensors among the arguments."""
+    names = []
+    for name, arg in zip(inspect.signature(oracle).parameters, args, strict=False):
+        found = [t for t in _tensors(arg) if t.is_floating_point()]
+        many = not isinstance(arg, Tensor)
+        names += [f"{name}[{i}]" if many else name for i in range(len(found))]
+    return names
+
+
+def _gradients(fn: Callable, args: Args, what: str | None) -> list[Tensor]:
+    leaves = [t for t in _tensors(args) if t.is_floating_point()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    try:
+        made = list(_tensors(fn(*args)))
+        if what:
+            expect(bool(made) and made[0].requires_grad, f"{what} carries no gradient")
+        pulls = [random(*t.shape, seed=90 + i).to(t) for i, t in enumerate(made)]
+        found = torch.autograd.grad(made, leaves, pulls, allow_unused=True)
+    finally:
+        for leaf in leaves:
+            leaf.requires_grad_(False)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]

@@ -1,0 +1,289 @@
+"""What ranks saw: a case is run once on the world and on groups of it, and its traces are named.
+
+    def _case(answer, here, causal):                      # on a rank, for every group in turn
+        q = here.part(QUERIES, dim=2)
+        return here.see(lambda q: answer(q, causal, group=here.group), grad=PULL, q=q)
+
+    seen = report.on_groups(_case, answer, True)          # in the check: runs when first read
+    seen.each(lambda s: close(s.value, expected(s.place, s.size), f"out on {s.where}"))
+
+The world comes first: what is wrong with the algorithm shows before what is wrong with groups. All
+ranks are in some group at any time, so that a collective on the wrong group gives a wrong value and
+no hang, and the ranks of a group are not 0, 1, 2, so that a rank of the world taken for one of the
+group shows. Where a run fails, the groups before the failure have been seen and are judged; then
+the failure is told, once; whatever else needs that run is "not examined".
+"""
+
+import contextlib
+import dataclasses
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from .. import calls
+from ..devices import device
+from ..ranks.result import NotWritten, RankError
+from ..ranks.worker import dumps
+from .compare import listed
+from .wrong import NotExamined, Wrong
+
+Rounds = Sequence[Sequence[Sequence[int]]]
+ROUNDS: Rounds = ([[0, 1, 2, 3]], [[0, 2, 3], [1]], [[1, 3], [0, 2]])
+"""Groups that exist at the same time, round by round: sizes 4, 3, 1 and 2 (twice)."""
+WORLD: Rounds = ([[0, 1, 2, 3]],)
+
+
+@dataclasses.dataclass
+class Seen:
+    """What one rank of one group did in one case. Tensors are on the cpu."""
+
+    value: Any = None  # what the answer returned
+    grads: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)  # by input
+    forward: list[calls.Call] = dataclasses.field(default_factory=list)
+    backward: list[calls.Call] = dataclasses.field(default_factory=list)
+    kept: bool = True  # the inputs are as they were
+    aliased: bool = False  # the result lies in the memory of an input
+    saved: int = 0  # elements of tensors with more than 2 dimensions, kept for backward
+    flops: int = 0  # of the forward pass
+    held: int = 0  # bytes or elements, as the case counts them
+    refused: str = ""  # what is wrong with how it refused; "" if nothing is
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)  # a case's own findings
+    case: Any = None
+    ranks: tuple[int, ...] = ()  # of the group, in the world
+    place: int = 0  # of this rank in the group
+    world: int = 4
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the world."""
+        return self.ranks[self.place]
+
+    @property
+    def where(self) -> str:
+        """ "rank 1 of 4", or "rank 1 of 2 in the group of ranks 1 and 3"."""
+        group = "" if self.size == self.world else f" in {_group(self.ranks)}"
+        return f"rank {self.place} of {self.size}{group}"
+
+    @property
+    def sent(self) -> list[calls.Call]:
+        """The messages of the forward pass."""
+        return [call for call in self.forward if call.op == "send"]
+
+
+def _group(ranks: Sequence[int]) -> str:
+    return f"the group of rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+
+# On a rank
+
+
+@dataclasses.dataclass
+class Here:
+    """This rank's place in the group that a case runs on."""
+
+    group: dist.ProcessGroup | None  # None for the whole world
+    ranks: tuple[int, ...]
+    place: int
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return len(self.ranks)
+
+    @property
+    def options(self) -> dict[str, dist.ProcessGroup]:
+        """``group=`` for a call; for the world it is left out."""
+        return {} if self.group is None else {"group": self.group}
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's equal part of x along dim, on its device."""
+        share = x.shape[dim] // self.size
+        return x.narrow(dim, self.place * share, share).to(device())
+
+    def see(
+        self, call: Callable, grad: Tensor | None = None, work: bool = False, **inputs: Any
+    ) -> Seen:
+        """Call it on the inputs and, given the gradient of its result, go back to all of them.
+
+        `work` counts its FLOPs, which slows every operation down.
+        """
+        flat = [t for x in inputs.values() for t in _tensors(x)]
+        before = [t.detach().clone() for t in flat]
+        seen = Seen()
+
+        def pack(t: Tensor) -> Tensor:
+            seen.saved += t.numel() if t.dim() > 2 else 0
+            return t
+
+        with contextlib.ExitStack() as watched:
+            if grad is not None:
+                for t in filter(Tensor.is_floating_point, flat):
+                    t.requires_grad_()
+                hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+                watched.enter_context(hooks)
+            flops = watched.enter_context(FlopCounterMode(display=False)) if work else None
+            seen.forward = watched.enter_context(calls.record())
+            value = call(*inputs.values())
+        seen.flops = flops.get_total_flops() if flops else 0
+        if grad is not None:
+            if not any(t.requires_grad for t in _tensors(value)):
+                raise Wrong("the result carries no gradient", "gradient")
+            leaves = {n: t for n, t in inputs.items() if isinstance(t, Tensor) and t.requires_grad}
+            with calls.record() as seen.backward:
+                grads = torch.autograd.grad(value, list(leaves.values()), grad, allow_unused=True)
+            seen.grads = dict(zip(leaves, _cpu(grads), strict=True))
+        same = [id(t) for x in inputs.values() for t in _tensors(x)] == [id(t) for t in flat]
+        pairs = zip(flat, before, strict=True)
+        seen.kept = same and all(torch.equal(a.detach(), b) for a, b in pairs)
+        at = {t.untyped_storage().data_ptr() for t in flat if t.numel()}
+        seen.aliased = any(t.untyped_storage().data_ptr() in at for t in _tensors(value))
+        seen.value = _cpu(value)
+        return seen
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _cpu(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_cpu(v) for v in value]
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _on_rank(fn: Callable, answer: Any, cases: list, args: tuple, rounds: Rounds, folder: str):
+    """Every case on every group; what was seen is in a file at once, should the next case fail."""
+    world, me = dist.get_world_size(), dist.get_rank()
+    with open(f"{folder}/{me}", "wb") as file:
+        for number, parts in enumerate(rounds):
+            made = [dist.new_group(list(p)) if len(p) < world else None for p in parts]
+            ranks, group = next((p, g) for p, g in zip(parts, made, strict=True) if me in p)
+            here = Here(group, tuple(ranks), ranks.index(me))
+            for k, case in enumerate(cases):
+                seen = fn(answer, here, *case, *args)
+                if seen is not None:  # the case is not for a group of this size
+                    found = (case[0] if case else None, here.ranks, here.place, world)
+                    seen.case, seen.ranks, seen.place, seen.world = found
+                file.write(dumps((number, k, seen)))
+                file.flush()
+
+
+# In the check
+
+
+class Runs:
+    """A case on all groups, run when first read."""
+
+    def __init__(self, run: Callable, fn: Callable, answer: Any, cases: list, args, rounds: Rounds):
+        self._start = lambda folder: run(_on_rank, fn, answer, cases, args, rounds, folder)
+        self._order = [(number, k) for number in range(len(rounds)) for k in range(len(cases))]
+        self._rounds, self._cases = rounds, cases
+        self._found: dict[tuple, dict[int, Seen | None]] | None = None  # (round, case) -> by rank
+        self._error: BaseException | None = None
+        self._told = False
+
+    def __iter__(self) -> Iterator[Seen]:
+        """What each rank saw, the world first; in the end the failure, or that it was told."""
+        for members in self.groups():
+            yield from members
+
+    def groups(self) -> Iterator[list[Seen]]:
+        """The same by case and group: a list of what its members saw, by place."""
+        yield from self._complete()
+        self._finish()
+
+    def each(self, judge: Callable[[Seen], None]) -> None:
+        """Judge what each rank saw; of what fails, the first is told, and which groups hold."""
+        wrong: dict[int, Wrong] = {}
+        sizes: dict[int, None] = {}
+        for seen in (s for members in self._complete() for s in members):
+            sizes[seen.size] = None
+            try:
+                judge(seen)
+            except Wrong as error:
+                wrong.setdefault(seen.size, error)
+        if wrong:
+            first, *_ = wrong.values()
+            fine = sorted(set(sizes) - set(wrong), reverse=True)
+            many = "" if fine == [1] else "s"
+            holds = f"; it holds on {listed(fine)} rank{many}" if fine else ""
+            raise Wrong(f"{first}{holds}", first.kind, first.hint) from first
+        self._finish()
+
+    def _complete(self) -> Iterator[list[Seen]]:
+        if self._found is None:
+            self._run()
+        for number, k in self._order:
+            by_rank = self._found.get((number, k), {})
+            for ranks in self._rounds[number]:
+                members = [by_rank.get(rank) for rank in ranks]
+                if None not in members:
+                    yield members
+
+    def _finish(self) -> None:
+        if self._error is not None:
+            if self._told:
+                raise NotExamined
+            self._told = True
+            raise self._error
+
+    def _run(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="shardbook-seen-") as folder:
+            try:
+                self._start(folder)
+            except NotWritten:
+                raise
+            except (RankError, Wrong) as error:
+                self._error = error
+            self._found = {}
+            for rank in range(max(r for part in self._rounds[0] for r in part) + 1):
+                for number, k, seen in _read(f"{folder}/{rank}"):
+                    self._found.setdefault((number, k), {})[rank] = seen
+        if self._error is not None:
+            self._name_place(self._error)
+        else:
+            self._error = self._outside()
+
+    def _name_place(self, error: BaseException) -> None:
+        """Tell on which group, and in which case, the run failed, unless it is the plain world."""
+        world = sum(len(part) for part in self._rounds[0])
+        seen = self._found
+        at = next((at for at in self._order if len(seen.get(at, {})) < world), self._order[-1])
+        number, k = at
+        failed = getattr(error, "causes", {})
+        parts = [p for p in self._rounds[number] if not failed or set(p) & set(failed)]
+        said = [str(self._cases[k][0])] if len(self._cases) > 1 else []
+        if len(parts[0]) < world:
+            said.append(f"in {' and '.join(map(_group, parts))}")
+        if said:
+            error.args = (f"{' '.join(said)}: {error}", *error.args[1:])
+
+    def _outside(self) -> Wrong | None:
+        for by_rank in self._found.values():
+            for seen in filter(None, by_rank.values()):
+                for call in [*seen.forward, *seen.backward]:
+                    if not set(call.group) <= set(seen.ranks):
+                        said = f"{call.op} ran on ranks {list(call.group)}"
+                        return Wrong(f"{said}, the group was {list(seen.ranks)}", "group")
+        return None
+
+
+def _read(path: str) -> Iterator[tuple[int, int, Seen | None]]:
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError), open(path, "rb") as file:
+        while True:
+            yield pickle.load(file)
