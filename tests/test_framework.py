@@ -44,9 +44,12 @@ def test_a_wrong_answer_gets_the_first_hint_and_all_properties():
 
 
 def test_lines_that_need_an_earlier_one_say_so():
-    found = communication.ring_all_reduce.examine(lambda x: x)  # takes no group
-    said = [p.detail for p in found.properties]
-    assert "unexpected keyword argument 'group'" in said[0]
+    takes_no_group = communication.ring_all_reduce.examine(lambda x: x)
+    said = [p.detail for p in takes_no_group.properties]
+    first, _, then = said[0].partition("; then, ")
+    assert "rank 0 of 4 is off by" in first
+    assert "in the group of ranks 0, 2 and 3" in then
+    assert "unexpected keyword argument 'group'" in then
     assert said[1:5] == ["not examined, a line above failed"] * 4
 
 
@@ -327,13 +330,14 @@ def test_the_line_of_the_answer_is_told_and_none_of_ours():
     for chapters_check in (tensor_parallel.copy_to_group, communication.ring_all_gather):
         found = chapters_check.examine(boom, first_only=True)
         assert re.fullmatch(
-            r"ranks 0-3 raised ValueError: no \(test_framework.py:\d+\)\n"
+            r"(for .*: )?ranks 0-3 raised ValueError: no \(test_framework.py:\d+\)\n"
             r"    test_framework.py:\d+ in boom: raise ValueError.*",
             found.properties[0].detail,
         )
         (found,) = chapters_check.examine(lambda: 6, first_only=True).properties
         assert re.fullmatch(
-            r"ranks? [0-3-]+ raised TypeError: .*<lambda>\(\) [^\n(]*", found.detail.split("\n")[0]
+            r"(for .*: )?ranks? [0-3-]+ raised TypeError: .*<lambda>\(\) [^\n(]*",
+            found.detail.split("\n")[0],
         )
         assert found.hint.startswith("it is called with the arguments")
 

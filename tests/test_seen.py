@@ -9,6 +9,7 @@ import torch.distributed as dist
 from shardbook.checks.compare import close, expect, random
 from shardbook.checks.report import Report, check
 from shardbook.checks.seen import WORLD, Here, Seen
+from shardbook.checks.wrong import hints
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -74,15 +75,32 @@ def test_the_algorithm_is_judged_before_the_groups():
         return total(x) * 2
 
     status, said, found = verdict(wrong_and_no_groups)
-    assert "out on rank 0 of 4 is off by" in said[0] and "dx is wrong too" in said[0]
-    # what the world did is judged for every property, then the failure is told, once
-    assert status == ["failed", "failed", "not examined", "not examined"]
-    assert said[1].startswith(
+    first, _, then = said[0].partition("; then, ")
+    assert "out on rank 0 of 4 is off by" in first and "dx is wrong too" in first
+    assert then.startswith(
         "in the group of ranks 0, 2 and 3 and the group of rank 1: "
         "ranks 0-3 raised ValueError: what is a group? (test_seen.py:"
     )
-    assert "seen.py" not in said[1].replace("test_seen.py", "")
+    assert "    seen.py" not in then
+    # what the world did is judged for the other properties; they can't hold without the groups
+    assert status == ["failed", "not examined", "not examined", "not examined"]
     assert found.hint == "add up"
+
+
+def test_a_failure_on_groups_has_its_own_hint():
+    @check("x")
+    def one(answer, report):
+        by_group = hints("add up", group="count in the group", raised="no")
+        report.on_groups(case, answer).value("sums", lambda s: {"out": summed(s)}, hint=by_group)
+
+    def raises_in_groups(x, group=None):
+        if group is not None:
+            raise ValueError("what is a group?")
+        return total(x)
+
+    assert one.examine(lambda x, group=None: total(x)).hint == "count in the group"
+    assert one.examine(raises_in_groups).hint == "count in the group"
+    assert one.examine(lambda x, group=None: 2 * total(x, group)).hint == "add up"
 
 
 def test_which_groups_hold_is_told():

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from ..devices import device
 from ..ranks.result import NotWritten, RankError
 from ..ranks.worker import dumps
 from .compare import listed
-from .wrong import NotExamined, Wrong
+from .wrong import NotExamined, Wrong, say
 
 Rounds = Sequence[Sequence[Sequence[int]]]
 ROUNDS: Rounds = ([[0, 1, 2, 3]], [[0, 2, 3], [1]], [[1, 3], [0, 2]])
@@ -193,6 +193,7 @@ class Runs:
         self._start = lambda folder: run(_on_rank, fn, answer, cases, args, rounds, folder)
         self._order = [(number, k) for number in range(len(rounds)) for k in range(len(cases))]
         self._rounds, self._cases = rounds, cases
+        self._world = sum(len(part) for part in rounds[0])
         self._found: dict[tuple, dict[int, Seen | None]] | None = None  # (round, case) -> by rank
         self._error: BaseException | None = None
         self._told = False
@@ -218,12 +219,21 @@ class Runs:
             except Wrong as error:
                 wrong.setdefault(seen.size, error)
         if wrong:
-            first, *_ = wrong.values()
-            fine = sorted(set(sizes) - set(wrong), reverse=True)
-            many = "" if fine == [1] else "s"
-            holds = f"; it holds on {listed(fine)} rank{many}" if fine else ""
-            raise Wrong(f"{first}{holds}", first.kind, first.hint) from first
+            raise self._first(wrong, sizes)
         self._finish()
+
+    def _first(self, wrong: dict[int, Wrong], sizes: Iterable[int]) -> Wrong:
+        """What failed first, which groups hold it, and what ended the run, if that is untold."""
+        first, *_ = wrong.values()
+        fine = sorted(set(sizes) - set(wrong), reverse=True)
+        many = "" if fine == [1] else "s"
+        said = f"{first}; it holds on {listed(fine)} rank{many}" if fine else str(first)
+        told = Wrong(said, first.kind, first.hint)
+        told.in_group = self._world in fine
+        if self._error is not None and not self._told:
+            self._told, told.hung = True, getattr(self._error, "hung", False)
+            told.args = (f"{said}; then, {say(self._error)}",)
+        return told
 
     def _complete(self) -> Iterator[list[Seen]]:
         if self._found is None:
@@ -251,7 +261,7 @@ class Runs:
             except (RankError, Wrong) as error:
                 self._error = error
             self._found = {}
-            for rank in range(max(r for part in self._rounds[0] for r in part) + 1):
+            for rank in range(self._world):
                 for number, k, seen in _read(f"{folder}/{rank}"):
                     self._found.setdefault((number, k), {})[rank] = seen
         if self._error is not None:
@@ -261,14 +271,15 @@ class Runs:
 
     def _name_place(self, error: BaseException) -> None:
         """Tell on which group, and in which case, the run failed, unless it is the plain world."""
-        world = sum(len(part) for part in self._rounds[0])
-        seen = self._found
-        at = next((at for at in self._order if len(seen.get(at, {})) < world), self._order[-1])
-        number, k = at
+        number, k = next(
+            (at for at in self._order if len(self._found.get(at, {})) < self._world),
+            self._order[-1],
+        )
         failed = getattr(error, "causes", {})
         parts = [p for p in self._rounds[number] if not failed or set(p) & set(failed)]
-        said = [str(self._cases[k][0])] if len(self._cases) > 1 else []
-        if len(parts[0]) < world:
+        said = [f"for {self._cases[k][0]}"] if len(self._cases) > 1 else []
+        error.in_group = len(parts[0]) < self._world
+        if error.in_group:
             said.append(f"in {' and '.join(map(_group, parts))}")
         if said:
             error.args = (f"{' '.join(said)}: {error}", *error.args[1:])
@@ -279,7 +290,9 @@ class Runs:
                 for call in [*seen.forward, *seen.backward]:
                     if not set(call.group) <= set(seen.ranks):
                         said = f"{call.op} ran on ranks {list(call.group)}"
-                        return Wrong(f"{said}, the group was {list(seen.ranks)}", "group")
+                        wrong = Wrong(f"{said}, the group was {list(seen.ranks)}", "traffic")
+                        wrong.in_group = True
+                        return wrong
         return None
 
 

@@ -34,7 +34,10 @@ class Wrong(AssertionError):
 
     `kind` tells how it does not: type, shape, dtype, value, kept, traffic, memory, refusal, none.
     `hint` is the one that goes with this failure, where it is no matter of the property.
+    `in_group` is set where the whole world holds it, and a group of some ranks does not.
     """
+
+    in_group = False
 
     def __init__(self, message: str, kind: str = "value", hint: str = ""):
         super().__init__(message)
@@ -46,13 +49,18 @@ class NotExamined(Exception):
 
 
 def hints(otherwise: str, **by_kind: str) -> dict[str, str]:
-    """A hint for each kind of failure: those of Wrong, "hang", "raised" or "signature"."""
+    """A hint for each kind of failure: those of Wrong, "hang", "raised" or "signature".
+
+    `group` is for what holds on the whole world and not on groups of some ranks.
+    """
     return {"otherwise": otherwise} | by_kind
 
 
 def hint_for(error: BaseException, hint: Hint) -> str:
     """The hint that goes with how the property failed."""
     kind = kind_of(error)
+    if getattr(error, "in_group", False) and not isinstance(hint, str) and "group" in hint:
+        return hint["group"]
     given = {"otherwise": hint} if isinstance(hint, str) else hint
     usual = getattr(error, "hint", "") or _USUAL.get(kind, "")
     return given.get(kind) or usual or given["otherwise"]
@@ -60,13 +68,13 @@ def hint_for(error: BaseException, hint: Hint) -> str:
 
 def kind_of(error: BaseException) -> str:
     """How an answer failed, in one word."""
+    if isinstance(error, Wrong):
+        return error.kind
     if getattr(error, "hung", False):
         return "hang"
     kinds = [kind_of(e) for e in getattr(error, "causes", {}).values()]
     if kinds:
         return kinds[0] if len(set(kinds)) == 1 else "raised"
-    if isinstance(error, Wrong):
-        return error.kind
     if nothing_came(error):
         return "none"
     return "signature" if _called_wrongly(error) else "raised"

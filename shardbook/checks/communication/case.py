@@ -12,7 +12,7 @@ from ..compare import close, random
 from ..families import OnGroups
 from ..report import Report
 from ..seen import Here, Seen
-from ..wrong import hints
+from ..wrong import Hint, hints
 
 MEMBERS = (
     "inside a group dist.get_rank(group) counts from 0, but the peer of send and recv, like src, "
@@ -91,9 +91,14 @@ def run(report: Report, answer: Callable, cases: list[Case], fn: Callable = plai
     return report.on_groups(fn, answer, cases=cases)
 
 
-def equals(seen: OnGroups, name: str, expected: Callable, hint: str) -> None:
+def equals(seen: OnGroups, name: str, expected: Callable, hint: Hint) -> None:
     """The result is what `expected` makes of the inputs of all members of the group."""
-    seen.holds(name, lambda s: judge(s, expected), hints(hint, hang=WAITS))
+    seen.holds(name, lambda s: judge(s, expected), hint)
+
+
+def steps(hint: str) -> Hint:
+    """What helps with a wrong result, with one on groups only, and with ranks that wait."""
+    return hints(hint, group=MEMBERS, hang=WAITS)
 
 
 def judge(s: Seen, expected: Callable[[list[Tensor], Seen], Tensor]) -> None:

@@ -9,7 +9,6 @@ from ..compare import expect, listed, same
 from ..report import check
 from ..seen import Seen
 from .case import (
-    MEMBERS,
     STRIDES,
     Case,
     cheap,
@@ -17,8 +16,14 @@ from .case import (
     equals,
     judge,
     run,
+    steps,
     strides_and_dtypes,
     summed,
+)
+
+SUM = (
+    "in P-1 steps pass a piece on, add what arrives to yours, and pass that on: then every rank "
+    "has one piece of the sum; P-1 more steps pass the finished pieces round"
 )
 
 
@@ -26,7 +31,7 @@ from .case import (
 def ring_all_reduce(answer, report):
     """Compared with the sum of all inputs; messages counted where every call passes."""
     seen = run(report, answer, [Case((3, 4)), Case((24,))])
-    equals(seen, "sums over any group of 1 to 4 ranks", summed, MEMBERS)
+    equals(seen, "sums over any group of 1 to 4 ranks", summed, steps(SUM))
     cheap(seen)
     seen.holds(
         "sends at most 2(P-1) messages a rank, each to the next rank",
@@ -62,8 +67,10 @@ def ring_reduce_scatter(answer, report):
         seen,
         "gives member i piece i of the sum, for any group of 1 to 4 ranks",
         piece,
-        hint="the piece that a rank ends with is the one it adds last: start with another rank's "
-        "piece. " + MEMBERS,
+        steps(
+            "the piece that a rank ends with is the one it adds last: start with another "
+            "rank's piece"
+        ),
     )
     cheap(seen)
     seen.holds(
@@ -87,8 +94,10 @@ def ring_all_gather(answer, report):
         seen,
         "joins the rows of any group of 1 to 4 ranks in rank order",
         joined,
-        hint="in step s you receive what left the rank before you in step s, its neighbour's piece "
-        "s steps back: piece (rank - s - 1) % P. " + MEMBERS,
+        steps(
+            "in step s you receive what left the rank before you in step s, its neighbour's "
+            "piece s steps back: piece (rank - s - 1) % P"
+        ),
     )
     cheap(seen)
     seen.holds(
@@ -100,10 +109,10 @@ def ring_all_gather(answer, report):
     equals(kinds, "takes any strides and dtype, one row and none", joined, STRIDES)
 
 
-def _goes_to(s: Seen, steps: tuple[int, ...]) -> None:
+def _goes_to(s: Seen, ways: tuple[int, ...]) -> None:
     """All its messages go to one rank, the next one (step 1) or the one before (-1)."""
     peers = sorted({c.peer for c in s.sent})
-    allowed = [s.ranks[(s.place + step) % s.size] for step in steps]
+    allowed = [s.ranks[(s.place + step) % s.size] for step in ways]
     fine = not peers or (len(peers) == 1 and peers[0] in allowed)
     text = f"rank {s.rank} of {s.ranks} sends to rank {listed(peers)}" if peers else ""
     expect(fine, f"{text}, the next rank is {allowed[0]}", "traffic")
@@ -122,7 +131,7 @@ def _few_elements(s: Seen) -> None:
     expect(sent <= most, text, "traffic")
 
 
-def _ring_messages(s: Seen, each: int, steps: tuple[int, ...]) -> None:
+def _ring_messages(s: Seen, each: int, ways: tuple[int, ...]) -> None:
     sizes, wanted = [elements(c) for c in s.sent], [each] * (s.size - 1)
     same(sizes, wanted, f"for {s.case}, the elements of the messages of {s.where}", "traffic")
-    _goes_to(s, steps)
+    _goes_to(s, ways)

@@ -14,18 +14,16 @@ from ..families import OnGroups, kept
 from ..groups import refusal
 from ..report import check
 from ..seen import WORLD, Here, Seen
-from ..wrong import hints
 from .case import (
-    MEMBERS,
     MESSAGES,
     STRIDES,
-    WAITS,
     Case,
     cheap,
     drawn,
     elements,
     equals,
     run,
+    steps,
     strides_and_dtypes,
     summed,
     tensor,
@@ -48,8 +46,10 @@ def tree_broadcast(answer, report):
         seen,
         "brings the values of src, any rank of any group, to all its members",
         from_source,
-        hint="src is a rank of the world; count places from the source: (group rank - source's "
-        "group rank) % P. " + MEMBERS,
+        steps(
+            "count places from the source: (rank - source's rank) % P, both counted in the group; "
+            "src itself is a rank of the world"
+        ),
     )
     seen.holds(
         "returns a new tensor and leaves x as it was on every rank",
@@ -113,11 +113,11 @@ def _rounds(members: list[Seen]) -> int:
 def all_to_all(answer, report):
     """Compared with what each member meant for this one."""
     seen = run(report, answer, [Case((20, 30))], _of_chunks)
-    place = "chunks[i] goes to member i and result[i] came from member i, your own included. "
+    place = "chunks[i] goes to member i and result[i] came from member i, your own included"
     seen.holds(
         "gives member i what each member had for it, at that member's place",
         _exchanged,
-        hint=hints(place + MEMBERS, hang=WAITS),
+        hint=steps(place),
     )
     cheap(seen)
     seen.holds(
@@ -190,8 +190,10 @@ def hierarchical_all_reduce(answer, report):
         seen,
         "sums over nodes of 1, 2 and 4 ranks, of any group",
         summed,
-        hint="sum inside the node so that each rank holds a piece, sum the pieces between ranks of "
-        "the same place in their nodes, then gather inside the node. " + MEMBERS,
+        steps(
+            "sum inside the node so that each rank holds a piece, sum the pieces between ranks of "
+            "the same place in their nodes, then gather inside the node"
+        ),
     )
     cheap(seen)
     seen.holds(
