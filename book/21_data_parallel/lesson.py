@@ -3,12 +3,14 @@
 #
 # After this chapter you can
 # - average gradients over ranks, in buckets, while backward is still running,
-# - say what each rank holds and sends at ZeRO stage 0, 1, 2 and 3, in bytes a parameter, and
+# - say what each rank holds and sends at ZeRO stage 0, 1, 2 and 3, in bytes per parameter, and
 #   measure it,
 # - write a sharded AdamW and a fully sharded module, and compare them with PyTorch's,
 # - recognise a mean of means, and say why a larger batch stops helping.
 #
 # Time: 50 minutes to read, 3 hours for the lab. Needs chapters 11 to 13.
+#
+# P is the number of ranks, here and in the chapters that follow.
 
 # %%
 import shardbook as sb
@@ -75,14 +77,14 @@ print(f"whatever the batch: {state_bytes() / PARAMS:.1f} bytes a parameter of st
 
 # %% [markdown]
 # 4 bytes of parameter, 4 of gradient, 8 of moments. A model of 7 billion parameters needs 112 GB of
-# that, before the first activation; an Ascend 910B or an A100 has 64 or 80 GB. So two cures:
+# that, before the first activation; an Ascend 910B has 64 GB, an A100 has 40 or 80. So two cures:
 # **data parallel** cuts the batch, **ZeRO** cuts the state.
 
 # %% [markdown]
 # ## Which tensor is cut?
 #
 # Each small square is a rank's memory: full colour where the rank holds all of a tensor, a quarter
-# where it holds its part.
+# where it holds its part. Below each picture stands what the stage sends.
 
 
 # %%
@@ -233,12 +235,16 @@ for (strategy, size), (count, nbytes, early) in zip(cases, found, strict=True):
     print(f"{label:22} {count:9} {nbytes:10,} {early:10}")
 
 # %% [markdown]
-# The bytes stay the same. With one bucket of 25 MB (PyTorch's default) this small model has nothing
-# to overlap: its only bucket is full when backward is over. With buckets of 100 kB, all but the last
-# leave on the way.
+# The bytes stay the same. With one bucket of 25 MB this small model has nothing to overlap: its only
+# bucket is full when backward is over. With buckets of 100 kB, all but the last leave on the way.
+# (PyTorch's buckets are 25 MiB, except the first: it is 1 MiB, so that overlap starts early.)
 #
-# Here is the trace of two ranks. Find the all-reduces that lie under the backward slices, and the
-# last one, which nothing hides.
+# Here is the trace of two ranks and two steps. It begins with 28 broadcasts: the constructor gives
+# every rank the parameters of rank 0. In each step, find the all-reduces that lie under the backward
+# slice, and the last bucket, which nothing hides. The table below the trace counts 14 all-reduces and
+# not 12: besides its six buckets, `finish()` reduces one integer per parameter, by which the ranks
+# agree on the parameters that nobody used. It is small in bytes, but it comes last and waits for the
+# slowest rank, so its slice can be the longest of all.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -272,6 +278,14 @@ print(result.trace.comm())
 #
 # A batch that does not fit is computed in micro-batches whose gradients add up. Averaging each of
 # them is right and wasteful: `no_sync()` keeps them on the rank until the last.
+#
+# Ours reads its flag when a gradient arrives, so `no_sync()` around the backward alone is enough
+# below. PyTorch's DDP decides in the *forward* whether the next backward will reduce: under DDP, put
+# the forward into the block as well, `with model.no_sync(): loss_fn(model(x), y).backward()`. With
+# the forward outside, every micro-batch is all-reduced all the same. The mistake has a mirror image:
+# a walk-through of GPT-2 set DDP's flag after the last forward, so that the step that should have
+# reduced did not, and the loss was visibly worse
+# ([build-nanogpt#30](https://github.com/karpathy/build-nanogpt/pull/30)).
 
 
 # %%
@@ -304,8 +318,8 @@ for use_no_sync in (False, True):
 
 # %% [markdown]
 # Forget the division by the number of micro-batches and the gradient is four times too large, which
-# Adam hides (it does not see the scale) and clipping does not: a well-known walk-through of GPT-2
-# had to correct exactly this ([build-nanogpt#30](https://github.com/karpathy/build-nanogpt/pull/30)).
+# Adam hides (but for its epsilon it does not see the scale) and clipping does not: the threshold is
+# silently a quarter of what you wrote ([nanoGPT#168](https://github.com/karpathy/nanoGPT/issues/168)).
 #
 # ## A failure to provoke: the mean of means
 #
@@ -362,9 +376,14 @@ for normalise in (False, True):
 # Let gradients go as soon as they are reduced (stage 2), and parameters as soon as they are used
 # (stage 3).
 #
-# Mixed precision as most train: bf16 parameters and gradients, and in fp32 a master copy and two
-# moments. Here are the stages, step by step; `held_bytes()` counts the tensors that are alive after
-# backward.
+# Mixed precision as in the ZeRO paper: 16-bit parameters and gradients (2 + 2 bytes), and in fp32 a
+# master copy and two moments (12). It is one recipe of several. Megatron-LM's distributed optimizer
+# keeps 16-bit parameters and *fp32* gradients on every rank and cuts the rest: 18 bytes per parameter
+# become 6 + 12/P
+# ([its documentation](https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html)).
+# PyTorch's `fully_shard` keeps what you gave it, usually fp32 shards, computes in a `param_dtype` and
+# reduces in a `reduce_dtype` of its own. Here are the stages of the paper, step by step;
+# `held_bytes()` counts the tensors that are alive after backward.
 
 # %%
 from shardbook.parallel.flat import all_gather_flat, flatten_padded, reduce_scatter_mean, shard_flat
@@ -466,7 +485,7 @@ plt.show()
 # %% [markdown]
 # What is *not* in this picture: activations (the batch's, cut by data parallel already), the buffers
 # of the collectives, and what exists for a moment only. Stage 3 must hold one module's full
-# parameters while it computes, so it is as good as its largest module.
+# parameters while that module computes, so the largest module sets its peak.
 #
 # ## Full parameters only while they are used
 #
@@ -506,9 +525,10 @@ for when, share in sb.run(full_parameters_over_a_step, world_size=WORLD).values[
     print(f"{when:30} {share:.2f}  {'█' * round(40 * share)}")
 
 # %% [markdown]
-# A quarter between the passes, and while a block computes also its own parameters, the embedding and
-# head that the outermost module gathered, and a few activations. Wrapping the whole model as *one*
-# module would gather everything at once: correct, and useless.
+# A quarter before and after the step: the shard. Between the passes 0.35, since autograd also holds
+# a few activations. While a block computes, its own full parameters come on top, and the embedding
+# and head that the outermost module gathered. Wrapping the whole model as *one* module would gather
+# everything at once: correct, and useless.
 #
 # How many bytes does it cost? Predict for one step: the model is cut into three modules (two
 # blocks, and the rest).
@@ -553,7 +573,7 @@ for strategy, ops in table.items():
 
 # %% [markdown]
 # ZeRO-1 costs what data parallel costs. ZeRO-3 costs half as much again: 3 (P-1)/P instead of
-# 2 (P-1)/P elements a parameter, because parameters are gathered twice.
+# 2 (P-1)/P elements per parameter, because parameters are gathered twice.
 #
 # ## Clipping: whose norm?
 #
@@ -585,8 +605,10 @@ print("one process  ", round(nn.utils.clip_grad_norm_(whole.parameters(), 0.1).i
 # %% [markdown]
 # Reported in the wild: replicas counted twice
 # ([NeMo RL#3788](https://github.com/NVIDIA-NeMo/RL/issues/3788)), the wrong group
-# ([VeOmni#184](https://github.com/ByteDance-Seed/VeOmni/pull/184)), the local norm only
-# ([torchtitan#766](https://github.com/pytorch/torchtitan/issues/766)).
+# ([VeOmni#184](https://github.com/ByteDance-Seed/VeOmni/pull/184)). Not every local number is this bug:
+# `item()` of a norm that is a `DTensor` gives this rank's part
+# ([pytorch#144054](https://github.com/pytorch/pytorch/issues/144054)), so a log can be wrong where the
+# clipping is right. `full_tensor()` gives the whole.
 #
 # ## The loss curves coincide
 #
@@ -706,7 +728,7 @@ for pair in pairs:
 
 # %% [markdown]
 # Read the differences.
-# - DDP keeps its buckets, 4 bytes a parameter, beside the gradients (`gradient_as_bucket_view=True`
+# - DDP keeps its buckets, 4 bytes per parameter, beside the gradients (`gradient_as_bucket_view=True`
 #   makes one of the two).
 # - `ZeroRedundancyOptimizer` leaves the averaging to DDP, an all-reduce, and then each rank
 #   broadcasts the parameters it updated. A reduce-scatter and an all-gather send a third less. It
@@ -772,7 +794,7 @@ sb.predict("bytes a parameter over the bus, each step", bus_bytes, moved)
 # %% [markdown]
 # Where the device is an accelerator these tensors really lie apart; on a CPU both are the same
 # memory and only the accounting shows. The price: the update runs at the host's memory bandwidth,
-# and the bus is narrow (PCIe 4.0 x16: about 32 GB/s a direction), so a 7B model on 4 ranks moves
+# and the bus is narrow (PCIe 4.0 x16: about 32 GB/s each way), so a 7B model on 4 ranks moves
 # 3.5 GB down and 3.5 GB up, 0.2 s a step if nothing is hidden. It pays when the batch is large
 # enough for the step to be long.
 #
@@ -881,11 +903,11 @@ for begin in (0, 30):
 #
 # | what | ours (this notebook) | published |
 # |---|---|---|
-# | memory of a rank, stage 1, 2, 3 | 7.0, 5.5, 4.0 bytes a parameter of 16 on 4 ranks | 31.4, 16.6, 1.9 GB of 120 GB: 7.5 B parameters on 64 GPUs ([ZeRO, arXiv 1910.02054](https://arxiv.org/abs/1910.02054), figure 1) |
+# | memory of a rank, stage 1, 2, 3 | 7.0, 5.5, 4.0 of 16 bytes per parameter, on 4 ranks | 31.4, 16.6, 1.9 GB of 120 GB: 7.5 B parameters on 64 GPUs ([ZeRO, arXiv 1910.02054](https://arxiv.org/abs/1910.02054), figure 1) |
 # | traffic of ZeRO-3 | 1.5 times data parallel | 1.5 times (the same, section 7) |
-# | scaling of DDP | loss curve of one process | near-linear on 256 GPUs ([PyTorch Distributed, arXiv 2006.15704](https://arxiv.org/abs/2006.15704)) |
-# | offload | 12/N bytes a parameter moved to the host | 13 B parameters on one V100 with 32 GB ([arXiv 2101.06840](https://arxiv.org/abs/2101.06840)) |
-# | batch | steps stop falling between 16 and 64 sequences | ImageNet in one hour: 8192 images, 256 GPUs ([arXiv 1706.02677](https://arxiv.org/abs/1706.02677)) |
+# | scaling of DDP | not measured: four ranks share one machine here | near-linear on 256 GPUs ([PyTorch Distributed, arXiv 2006.15704](https://arxiv.org/abs/2006.15704)) |
+# | offload | 12/P bytes per parameter moved to the host | 13 B parameters on one V100 with 32 GB ([arXiv 2101.06840](https://arxiv.org/abs/2101.06840)) |
+# | batch | 18, 16, 14 steps with 16, 32, 64 sequences: four times the work for 4 steps less | accuracy kept up to 8192 images, lost beyond; ImageNet in one hour on 256 GPUs ([arXiv 1706.02677](https://arxiv.org/abs/1706.02677)) |
 #
 # Now write it: [the lab](../labs/21_data_parallel.ipynb). Then
 # [chapter 22](22_tensor_parallel.ipynb) cuts the layers themselves.

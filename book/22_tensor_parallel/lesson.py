@@ -9,7 +9,10 @@
 # - compare your model with PyTorch's `parallelize_module`: values, bytes and memory.
 #
 # Time: 75 minutes to read, two to three hours for the lab. Chapter 13 has the collectives,
-# chapter 21 the data-parallel group that this one is combined with.
+# chapter 21 data parallelism and ZeRO.
+#
+# Letters: B sequences of S tokens, model width D, H heads (Hkv of keys and values), V words in the
+# vocabulary, P ranks.
 
 # %%
 import shardbook as sb
@@ -42,7 +45,7 @@ from shardbook.parallel.vocab import vocab_parallel_cross_entropy
 # ## What breaks without it?
 #
 # Data parallelism cuts the batch, ZeRO cuts what lies in memory between two layers. While a layer
-# computes, its whole weight and all its activations are on the device. With one long sequence a
+# computes, its whole weight and all its activations are on the device. With one long sequence per
 # rank, there is no batch left to cut. What does a rank then hold?
 #
 # We run the small model of this book on one sequence of 256 tokens and count: the state (weights,
@@ -95,12 +98,14 @@ plot.bars(
 plt.show()
 
 # %% [markdown]
-# The second and third row divide both. They do it by cutting *inside* a layer: a rank never has
-# the whole weight, nor the whole hidden activation, not even for a moment.
+# The second and third row make both smaller: on four ranks the state by almost 4, the activations
+# by 2.3, since norms and residuals stay whole (the last row comes to that). They do it by cutting
+# *inside* a layer: a rank never has the whole weight, nor the whole hidden activation, not even for a
+# moment.
 #
 # ## Which tensor is cut, and which collective pays?
 #
-# Read the picture from left to right: `x @ W`, a colour for each of four ranks, grey for what every
+# Read the picture from left to right: `x @ W`, one colour for each of four ranks, grey for what every
 # rank has whole. It is half a block. Attention and MLP are both of this form: a product
 # whose output features are cut, something that works feature by feature (or head by head), and a
 # product whose input features are cut.
@@ -139,9 +144,11 @@ print("rows, gelu, columns: within 1e-4:", bool((rows_first @ down - whole).abs(
 # leaves is a sum, and each addend has the gradient of the sum: `g` is an all-reduce forward and
 # the identity backward.
 #
-# Each is a conjugate of the other, and autograd knows neither: `dist.all_reduce` inside a forward
-# has no backward at all, the functional collectives have one that reduces again. Try three ways
-# on a column- and a row-parallel layer of an MLP.
+# Each is a conjugate of the other, and autograd knows neither. It does not see a bare
+# `dist.all_reduce` inside a forward: gradients pass through unchanged, so it happens to act as `g`,
+# and nothing acts as `f`. The functional collectives have a backward that reduces again. Try three
+# ways on a column- and a row-parallel layer of an MLP. In the second, `no_backward` is `g` written
+# out; only `f` is missing.
 
 
 # %%
@@ -196,14 +203,20 @@ for name, enter, leave in [
 # all-reduce too many scales it by the number of ranks, and Adam, which divides by the gradient's
 # size, hides that.
 #
-# Public reports of this: [Megatron-LM#559](https://github.com/NVIDIA/Megatron-LM/issues/559), [flash-attention#1244](https://github.com/Dao-AILab/flash-attention/issues/1244).
+# The second row in public code: [torchtitan#1805](https://github.com/pytorch/torchtitan/issues/1805),
+# a reduce-scatter missing in the backward of experts under tensor parallelism. And a quiz:
+# [flash-attention#1244](https://github.com/Dao-AILab/flash-attention/issues/1244) asks why the
+# library's all-reduce has a "wrong" backward, one that communicates nothing. Is it wrong? (It is `g`,
+# and right here; the backward that the question calls correct is that of the third row.
+# [Megatron-LM#559](https://github.com/NVIDIA/Megatron-LM/issues/559) asks the same and a maintainer
+# answers with two scalars.)
 #
 # ## How many bytes?
 #
 # A layer has two halves. Each half sends one all-reduce forward (`g`) and one backward (`f`), of a
 # tensor `[B, S, D]`: the size of the *activations*, whatever the size of the weights. Predict what
 # the two layers of the small model all-reduce forward for B=4, S=64, D=64 in fp32, then add the
-# embedding (one) and the loss (three of one value a token).
+# embedding (one) and the loss (three of one value per token).
 
 # %% predict="predicted"
 B, S, D = 4, 64, 64
@@ -249,7 +262,8 @@ print("last norm's gradient within 1e-5:", bool(error < 1e-5))
 # ### The trace of four ranks
 #
 # Every all-reduce stops all ranks: nothing in a layer can start before the sum is there. Find the
-# two of each block, and the three small ones of the loss at the end of the forward pass.
+# two of each block, and the three small ones of the loss at the end of the forward pass. They are
+# small in bytes; as slices they may be long, since a slice includes the wait for the slowest rank.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -324,13 +338,15 @@ except sb.RankError as error:
     print(error.causes[0])
 
 # %% [markdown]
-# Real code has got this wrong in silence: [transformers#48307](https://github.com/huggingface/transformers/issues/48307) and [torchtitan#2577](https://github.com/pytorch/torchtitan/issues/2577)
-# halve a head when there are more ranks than kv heads.
+# Without copies, a rank gets half a head. That is at least loud: the reshape into heads fails in the
+# forward pass, in [transformers#48307](https://github.com/huggingface/transformers/issues/48307) and
+# in what [torchtitan#2577](https://github.com/pytorch/torchtitan/pull/2577) now refuses when the
+# configuration is read. Copies whose gradients nobody sums are the silent mistake.
 #
 # ## The vocabulary
 #
-# The embedding and the head are the largest single weights of a small model, cut by rows of the
-# vocabulary. A rank looks up the tokens it has, gives zeros for the others, and `g` sums.
+# The embedding and the head, cut by rows of the vocabulary, are often the largest single weights of
+# a model (not of ours, with its 64 words). A rank looks up the tokens it has, gives zeros for the others, and `g` sums.
 #
 # The loss is the interesting end. Logits `[B, S, V/P]` could be gathered, but
 #
@@ -393,7 +409,7 @@ for way in ("forward", "backward"):
 #
 # The first table of this chapter has what it buys. Ours keeps the gathered input for backward;
 # Megatron-LM keeps the shard and gathers it again, which costs an all-gather and saves
-# `B S D (P-1)/P` values a half.
+# `B S D (P-1)/P` values for each half of a block.
 #
 # ## Does it train?
 #
@@ -560,19 +576,24 @@ print("the right curve within 0.1:   ", worst < 0.1)
 print("drifted:", ", ".join(names))
 
 # %% [markdown]
-# The loss falls, and in a plot the curve is the right one: it is off by more than rounding, and by
-# less than anybody would see. Adam divides by the gradient's size, so an addend of the gradient
-# does nearly what the whole would. But the norms of the ranks have become different parameters: a
+# The loss falls, and in a plot the curve looks like the right one: it is off by more than rounding,
+# and by less than 0.1. Adam divides by the gradient's size, so here an addend of the gradient does
+# nearly what the whole would. That is so for this toy and its 30 steps: gpt-neox measured very poor
+# convergence with the same omission, the loss went flat near 8
+# ([gpt-neox#1257](https://github.com/EleutherAI/gpt-neox/pull/1257)). And the norms of the ranks have become different parameters: a
 # checkpoint of rank 0 is not the model that was trained, and P = 8 will not continue what P = 4
 # began. `attn.out.bias` is in step, its sum is elsewhere. Run `drifted` now and then in a real job:
-# [Megatron-LM#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) and [TransformerEngine#435](https://github.com/NVIDIA/TransformerEngine/issues/435) are this bug.
+# in [Megatron-LM#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446) the gradients of the last
+# norm differ between tensor ranks, in
+# [TransformerEngine#441](https://github.com/NVIDIA/TransformerEngine/issues/441) the weights of the
+# norms do after one step.
 #
 # ## Dropout and the random state
 #
-# Dropout adds a second kind of state that has to be whole or cut. On an activation that is *whole*
-# (the residual), every rank must draw the same mask. On one that is *cut* (hidden features,
-# attention weights of own heads), every rank must draw another. One seed for all does the first,
-# a seed for each rank the second; a model needs both at once, so it keeps two generators
+# Dropout draws random masks, so the random state matters too. On an activation that is *whole* (the
+# residual), every rank must draw the same mask. On one that is *cut* (hidden features, attention
+# weights of its own heads), every rank must draw a different one. One seed for all ranks does the
+# first, a seed for each rank the second; a model needs both at once, so it keeps two generators
 # (Megatron-LM's `model-parallel-rng`, reported broken in [Megatron-LM#1256](https://github.com/NVIDIA/Megatron-LM/issues/1256)).
 
 
@@ -597,8 +618,8 @@ for seeds in ("one seed", "a seed a rank", "both"):
 
 # %% [markdown]
 # With one seed, features 0, 64, 128 and 192 of the hidden layer always drop together: the network
-# trains, with less noise than you asked for. With a seed a rank the residual streams drift apart
-# at once. Under sequence parallelism the residual is cut as well, and takes the rank's own
+# trains, with less noise than you asked for. With a seed for each rank the residual streams drift
+# apart at once. Under sequence parallelism the residual is cut as well, and takes the rank's own
 # generator.
 #
 # ## Hiding the all-reduce: Domino
@@ -704,7 +725,7 @@ print("same output:", bool(same))
 # | Domino on DGX-H100 | up to 1.3x over Megatron-LM | 2409.15241 |
 #
 # The second paper also has a formula for the activations of a layer, in bytes at half precision,
-# with A heads: `SBD(34 + 5AS/D)` whole, `SBD(10 + 24/P + 5AS/(DP))` tensor parallel, and the first
+# with H heads: `SBD(34 + 5HS/D)` whole, `SBD(10 + 24/P + 5HS/(DP))` tensor parallel, and the first
 # over P with sequence parallelism. Ours beside it, as parts of what one rank keeps:
 
 # %% tags=["nbval-ignore-output"]
@@ -722,7 +743,7 @@ for name in measured:
 # The formula counts half precision and dropout masks. Ours is fp32 without dropout, keeps the
 # gathered input of each half, and has embedding and logits besides the layers: the last row stays
 # above 1/4. Scores do not count where attention is fused (chapter 31); where they are kept, the
-# term `5AS/D` is cut by heads as well.
+# term `5HS/D` is cut by heads as well.
 #
 # Now write it: [the lab](../labs/22_tensor_parallel.ipynb). Then
 # [chapter 23](23_pipeline_parallel.ipynb) cuts between layers.

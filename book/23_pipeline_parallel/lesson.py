@@ -8,6 +8,10 @@
 # - recognise a pipeline that waits for itself, and tied embeddings that drift apart.
 #
 # Time: 60 minutes to read, two to three hours for the lab. Needs chapters 12, 13, 21 and 22.
+#
+# Letters: p stages, counted by s from 0, one on each rank; a batch in m micro-batches; v chunks of the
+# model on a rank. The model has L layers; a micro-batch is B sequences of S tokens, width D, and the
+# vocabulary has V words.
 
 # %%
 import shardbook as sb
@@ -53,7 +57,7 @@ plt.show()
 # %% [markdown]
 # Here is what one step of an eight-layer version of the small model holds and sends on four ranks
 # (B=8, S=64, D=64, fp32): weights with gradients and Adam's moments, and the bytes one rank puts on
-# the wire. An all-reduce of n bytes sends `2 (P-1)/P n` with a ring.
+# the wire. An all-reduce of n bytes over P ranks sends `2 (P-1)/P n` with a ring.
 
 
 # %%
@@ -123,14 +127,16 @@ draw_schedules({"one batch through four real ranks, paced, ms": timeline})
 plt.show()
 
 # %% [markdown]
-# One rank works, three wait: three quarters of four devices are idle, 1 - 1/p. What waits is called
-# the **bubble**.
+# One rank works, three wait: with p stages in one row, 1 - 1/p of the devices' time is idle, three
+# quarters here and a little more with the messages. The idle time is called the **bubble**.
 #
 # ## GPipe: micro-batches
 #
 # Cut the batch into m **micro-batches** and send them one after the other. While stage 1 has the
 # first, stage 0 begins the second. [GPipe](https://arxiv.org/abs/1811.06965) runs all forwards, then
 # all backwards, and the optimizer steps when all are done: gradients are those of the whole batch.
+# (The paper also *rematerialises*: a stage keeps its inputs only and computes the rest again in
+# backward. Here everything is kept, so that the schedules can be compared.)
 #
 # A schedule is data: for each stage the list of ("F" or "B", micro-batch, chunk). The simulator
 # plays it against a clock: an operation starts once its rank is free and its input has arrived.
@@ -152,6 +158,10 @@ plt.show()
 # while p-1 backwards leave: (p-1) slots of forward and backward. It works m of them. So the bubble
 # is **(p-1)/(m+p-1)** of the time, whatever the ratio of forward to backward.
 #
+# Mind the denominator when you compare figures. This book divides idle time by *all* the time. Others
+# divide it by the time of the work alone, without the bubble: **(p-1)/m** in Megatron-LM's papers and
+# on the page of the zero-bubble schedules. For p=4 and m=8 that is 0.375 where we say 0.273.
+#
 # Predict it for 4 stages and 8 micro-batches; then four real ranks run the schedule.
 
 # %% predict="predicted"
@@ -169,12 +179,11 @@ print(f"bubble of 4 real ranks with paced kernels: {idle_share(timeline):.3f}")
 print(f"closed form: {predicted:.3f}; with {message:.1f} ms a message: {slower:.3f}")
 
 # %% [markdown]
-# What is above the closed form is the time of messages: the sender's host wakes up and sends, the
-# receiver's wakes up and begins. The simulation can be told how long that takes, here by the median;
-# single messages take longer, many of them on a busy or virtual machine, where what has slept for
-# 100 ms finds the caches cold. So the measured bubble lies above both. A test of this book keeps the
-# caches warm and takes kernels of 200 to 400 ms; there it is within 5 % of the closed form, or the
-# test says that this machine's messages are too slow.
+# What is above the closed form is the time of messages: the sender's process wakes up and sends, the
+# receiver's wakes up and begins. The last number is the simulation again with a message's median time.
+# Single messages take longer than the median, above all where four processes share a few cores, so the
+# measured bubble lies above that as well. The closed form is the schedule's; the rest is this
+# machine's, and another run gives another number.
 #
 # A large m makes the bubble small. Three things limit it: the batch has an end; small micro-batches
 # make small, inefficient matrix products; and memory.
@@ -182,8 +191,11 @@ print(f"closed form: {predicted:.3f}; with {message:.1f} ms a message: {slower:.
 # ## 1F1B: the same bubble, less memory
 #
 # Under GPipe a stage keeps the activations of all m micro-batches until the first backward arrives.
-# **One forward, one backward** ([PipeDream](https://arxiv.org/abs/1806.03377)) starts backwards as
-# soon as it can. Stage s runs p-s-1 forwards to fill the pipe, then one of each in turn. It can
+# **One forward, one backward** starts backwards as soon as it can. The order is
+# [PipeDream](https://arxiv.org/abs/1806.03377)'s, which never stops to empty the pipe and computes
+# with weights of several ages. With one optimizer step after all micro-batches, as here and in most
+# frameworks, it is [PipeDream-Flush](https://arxiv.org/abs/2006.09503) or
+# [DAPPLE](https://arxiv.org/abs/2007.01045). Stage s runs p-s-1 forwards to fill the pipe, then one of each in turn. It can
 # never have more than **p-s** micro-batches alive, however many there are.
 
 # %%
@@ -267,7 +279,8 @@ sb.predict("1F1B, micro-batches alive by rank", alive_1f1b, alive[1])
 # The pipe fills in p-1 *slots*. Make slots shorter: give each rank v **chunks** of L/(pv) layers
 # instead of one of L/p ([Megatron-LM](https://arxiv.org/abs/2104.04473)), chunk c of rank s being
 # block cp+s. A micro-batch goes round the ranks v times. The bubble shrinks to
-# **(p-1)/(vm+p-1)**. Paler boxes are the second chunk; a chunk takes half the time.
+# **(p-1)/(vm+p-1)** of all the time, (p-1)/(vm) of the work. Paler boxes are the second chunk; a chunk
+# takes half the time.
 
 # %%
 pale = simulate(interleaved(4, 8, 2), forward=0.5, backward=1.0)
@@ -297,8 +310,11 @@ for v, schedule in ((1, one_f_one_b(4, 8)), (2, interleaved(4, 8, 2)), (4, inter
 # With slow messages four chunks are worse than two: the bubble shrinks with v, the messages on the
 # critical path grow with it.
 #
-# Now all three on real ranks. The trace of 1F1B is below: it *is* the Gantt chart. Follow an arrow
-# from a send to its receive, and find where rank 3 waits.
+# Now all three on real ranks. Expect every measured bubble above its closed form, by the time of the
+# messages. 1F1B's is no smaller than GPipe's, and it may come out larger: in its steady state every
+# turn waits for a message in one direction or the other, where GPipe sends all activations one way
+# and then all gradients the other. What 1F1B saves is memory. The trace of 1F1B is below the charts:
+# its forward and backward slices are the Gantt chart of the schedule. Find where the last rank waits.
 
 # %% tags=["nbval-ignore-output"]
 runs = {
@@ -329,8 +345,8 @@ runs["1F1B"][1].trace
 # %% [markdown]
 # ## How many bytes?
 #
-# Each boundary carries, for each of m micro-batches, an activation `[b, s, h]` one way and its
-# gradient the other. Predict for the small model with p=4, m=8, b=1, s=64, h=64, fp32: what does a
+# Each boundary carries, for each of m micro-batches, an activation `[B, S, D]` one way and its
+# gradient the other. Predict for the small model with p=4, m=8, B=1, S=64, D=64, fp32: what does a
 # rank in the middle send? And what does rank 1 of *two* ranks with two chunks each send?
 
 # %% predict="middle looped"
@@ -376,9 +392,10 @@ print("I and W apart are backward:", torch.allclose(x.grad, input_grad), end=", 
 print(torch.allclose(linear.weight.grad, weight_grad))
 
 # %% [markdown]
-# Run I early and fill the bubble with W ([zero bubble](https://arxiv.org/abs/2401.10241)). PyTorch
-# has such schedules. We take the order of operations from PyTorch itself and play it with our clock:
-# F, I and W take 1 each, so a full backward takes 2. All have two chunks a rank. In the last two,
+# Run I early and fill the bubble with W ([zero bubble](https://arxiv.org/abs/2401.10241); the authors
+# call the two parts B and W, so their B is our I, and our B is the whole backward). PyTorch has such
+# schedules. We take the order of operations from PyTorch itself and play it with our clock: F, I and
+# W take 1 each, so a full backward takes 2. All but 1F1B have two chunks on a rank. In the last two,
 # the chunks lie in a **V**: rank 0 has the first and the last block, so the loss is where the data
 # is, and a micro-batch turns round on the last rank without a message.
 
@@ -401,14 +418,21 @@ draw_schedules({f"{name} (simulated)": r["timeline"] for name, r in played.items
 plt.show()
 
 # %% [markdown]
+# - A bubble of 0.059 is left: every rank is idle for 3 slots of 51, before its first micro-batch comes
+#   or after its last one, while others finish. Those slots vanish only if a stage may start the next
+#   step while another still works on this one, so the optimizer must not synchronise the
+#   stages: no norm of all gradients before the update. The authors step first and check afterwards,
+#   rolling back the rare step that was wrong (*post-validation*,
+#   [their repository](https://github.com/sail-sg/zero-bubble-pipeline-parallelism)).
 # - The zero-bubble orders hold as much on every rank, no more (ZBV) or little more (DualPipeV) than
 #   1F1B holds on rank 0. In the V this comes about by itself: the rank with the oldest activations
 #   of the first chunk has the youngest of the second.
 # - [DualPipe](https://arxiv.org/abs/2412.19437) pairs a forward with a backward so that the
 #   all-to-all of one hides behind the arithmetic of the other. Our clock runs such a pair one after
 #   the other, so it shows the order and not that gain.
-# - F = I = W is an assumption. The product of scores and values has no weights, so its W is 0 and
-#   its I larger. Long sequences open the bubble again: change the costs.
+# - F = I = W is an assumption. It fits a linear layer. The products inside attention have no weights:
+#   all of their backward is I, nothing is W. The longer the sequence, the more of the time is
+#   attention, and the bubble opens again. Change the costs:
 
 # %%
 print("bubble (simulated)     ", "  ".join(f"I={i:.1f} W={3 - i - 1:.1f}" for i in (1.0, 1.3, 1.6)))
@@ -495,8 +519,10 @@ plt.show()
 # It does not: a model with two matrices has more freedom and learns this task as fast. Whoever loads
 # the checkpoint as a tied model gets one of the two copies, and loses what the other has learned.
 #
-# The gradients have to be *summed* over the two ranks, before clipping and before the step. Only
-# these two take part; an all-reduce over the whole pipeline would make the ranks between carry it.
+# The gradients have to be *summed* over the two ranks, before clipping and before the step. The
+# gradient itself travels between these two only; an all-reduce over the whole pipeline would make the
+# ranks between carry it. (Ours finds the two by asking all ranks of the pipeline, a small
+# `all_gather_object`, in every step. A framework builds the pair's group once.)
 #
 # With data parallelism there are two sums, and their order matters once gradients are sharded. Some
 # frameworks reduce-scattered over the data-parallel ranks first; the embedding and the head lie at
@@ -560,8 +586,9 @@ except sb.RankError as error:
 #
 # ## Beside PyTorch's own
 #
-# The same four stages under `torch.distributed.pipelining`. Gradients, floating-point bytes sent and
-# the peak of saved activations, in micro-batches, of rank 1.
+# The same four stages under `torch.distributed.pipelining`. We compare loss and gradients, the
+# floating-point bytes that rank 1 sends, and on rank 1 the most micro-batches whose activations were
+# alive at once.
 
 
 # %%
@@ -617,8 +644,8 @@ for i, name in enumerate(strategies):
 # ## On a real cluster
 #
 # - **Where the cut goes.** Tensor parallel inside a server (HCCS, NVLink), pipeline between servers
-#   (RDMA over RoCE or InfiniBand), data parallel around both. A boundary message is `b s h` elements;
-#   with tensor parallelism inside the stage, each of t ranks needs to send only its 1/t of it.
+#   (RDMA over RoCE or InfiniBand), data parallel around both. A boundary message is `B S D` elements;
+#   with tensor parallelism inside the stage, each of its ranks needs to send only its own part of it.
 # - **NPU and HCCL.** Point-to-point goes through `dist.batch_isend_irecv` with HCCL as with NCCL, and
 #   runs on a stream: a `send` returns before the data has left, so the deadlock above appears at the
 #   next synchronisation, as a timeout (`HCCL_EXEC_TIMEOUT`) and not in the line that caused it.
@@ -628,9 +655,9 @@ for i, name in enumerate(strategies):
 #   and creating these in different orders on different ranks can hang by itself
 #   ([Megatron-LM#5240](https://github.com/NVIDIA/Megatron-LM/pull/5240)). Warm each pair up once, or
 #   use the batched form.
-# - **Balance.** The slowest stage sets the pace. The head's matrix of `h x V` can cost as much as
+# - **Balance.** The slowest stage sets the pace. The head's matrix of `D x V` can cost as much as
 #   several layers, and the first stage has the most activations. Give the ends fewer layers.
-# - **Batch.** The bubble wants m well above p; the global batch is m x b x the data-parallel size.
+# - **Batch.** The bubble wants m well above p; the global batch is m x B x the data-parallel size.
 #
 # Published figures, to set beside ours:
 #

@@ -330,8 +330,9 @@ plt.show()
 # %% [markdown]
 # ### A trace to read
 #
-# One step of attention forward and backward, on four ranks. How many rounds does K make, how many
-# dK? Which rank is never waited for? Replace `ring_attention` by your zigzag and look again.
+# One step of attention forward and backward, on four ranks. Only messages are in the picture. How
+# many rounds does K make, how many dK? How many bytes has a message of each? Replace `ring_attention`
+# by your zigzag and look again: the messages are the same, only what is computed between them moves.
 
 
 # %% tags=["nbval-ignore-output"]

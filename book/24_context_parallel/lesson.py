@@ -10,7 +10,12 @@
 #   got wrong in silence.
 #
 # Time: 75 minutes to read, two to three hours for the lab. Chapter 13 has point-to-point messages
-# and all-to-all, chapter 21 the sum of gradients.
+# and all-to-all, chapter 21 the sum of gradients. Two things come from chapter 31 and are used here
+# before it: a block kernel that returns the log of its softmax's denominator (lse), and its backward.
+# They are told where they are needed; read 31 first if you would rather have them derived.
+#
+# Letters: B sequences of S tokens over P ranks, H query heads and Hkv kv heads of size d (in comments
+# of the code, [B, H, S, D], the last one is this d).
 
 # %%
 import shardbook as sb
@@ -107,9 +112,9 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The first line rises with the square of the length. Not keeping scores (chapter 31) makes it a
-# straight proportion. Only cutting the sequence makes it a fraction. Predict the fraction that four
-# ranks keep, with everything that is not attention included:
+# The first line rises with the square of the length. Not keeping scores (chapter 31) makes it linear.
+# Only cutting the sequence makes it a fraction. Predict the fraction that each of four ranks keeps,
+# with everything that is not attention included:
 
 # %% predict="predicted"
 predicted = 1 / 4  # every activation has a dimension of tokens, and that is cut
@@ -126,8 +131,8 @@ sb.predict("of the activations, on each of 4 ranks", predicted, measured)
 # Attention does: a query on rank 0 needs the keys on rank 3.
 #
 # **Ring attention** (arXiv 2310.01889) leaves queries where they are and sends keys and values
-# round: in each step a rank computes with the block in its hands while that block is on its way to
-# the next rank and another arrives. The picture is the matrix of scores: a row of queries has the
+# round: in each step a rank computes with the block it has while that block is on its way to the
+# next rank and another arrives. The picture is the matrix of scores: a row of queries has the
 # colour of its rank, the number is the step in which the square is computed.
 
 # %%
@@ -160,9 +165,13 @@ print(
 # %% [markdown]
 # Written like this, it fails as soon as a score is large: `exp(89)` is infinite in fp32, and
 # infinity over infinity is not a number. Far below zero, it divides zero by zero. Only differences
-# may be exponentiated. This was an issue of several public implementations
-# ([ring-flash-attention#34](https://github.com/zhuzilin/ring-flash-attention/issues/34), [EasyContext#14](https://github.com/jzhang38/EasyContext/issues/14)); their fix is
-# `lse_a - logsigmoid(lse_a - lse_b)`, ours takes the larger one out.
+# may be exponentiated, and only differences of at most 0: `lse + log(1 + exp(block_lse - lse))` is
+# written with a difference and overflows as soon as a later block's lse is larger by 89. That line
+# of ring-flash-attention was found by a user of another library
+# ([EasyContext#14](https://github.com/jzhang38/EasyContext/issues/14)); the fix is
+# `lse - logsigmoid(lse - block_lse)`
+# ([ring-flash-attention#30](https://github.com/zhuzilin/ring-flash-attention/pull/30)). Ours takes the
+# larger one out.
 
 # %%
 out_a, out_b = a[0], b[0]
@@ -261,7 +270,8 @@ print("within 1e-5 of one process:", right([r["tensors"] for r in ring]))
 # ### The trace of four ranks
 #
 # Every arrow is a block of K or V going from a rank to the next; forward three rounds, backward
-# three of K and V and four of their gradients. Watch what ranks 0 and 3 do between messages.
+# three of K and V and four of their gradients. Only messages are in this picture: what a rank computes
+# between them is not marked, so count rounds here, and look for idle ranks in the paced trace below.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -286,12 +296,13 @@ merge(sb.run(traced_ring, "ring", world_size=4).values, title="ring attention, c
 # ## Causal: most ranks wait
 #
 # The middle panel above. With contiguous shards a rank skips the blocks of all later ranks: rank 0
-# computes one block, rank P-1 all P of them. Skipping saves energy and no time: the ring turns at
+# computes one block, rank P-1 all P of them. Skipping saves energy but no time: the ring turns at
 # the speed of the slowest, and in every step some rank has a full block to do.
 #
 # Work in blocks of (S/P)²: rank r needs r+1 where, unlike in the picture, the diagonal block is
 # computed whole and masked. The mean is (P+1)/2, the time P. So at most `(P+1)/(2P)` of the ranks'
-# time is used: 62.5 % at 4, 56 % at 8, one half for many.
+# time is used: 62.5 % at 4, 56 % at 8, one half for many. A kernel that skips the masked half of the
+# diagonal block makes both smaller by half a block, P/2 and P - 1/2, and the bound P/(2P-1).
 #
 # **Zigzag** deals the sequence in 2P chunks, and rank r gets chunks r and 2P-1-r: an early one,
 # which sees little, and a late one, which sees much. From an earlier rank only its early half is
@@ -375,13 +386,16 @@ merge([t for *_, t in values], title="paced: a causal ring, contiguous, then in 
 # %% [markdown]
 # On the left rank 0 works a quarter of the time, on the right everybody works until the end.
 #
-# zhuzilin/ring-flash-attention publishes what its rings reach of the speed that eight times as many
-# devices should give (README: causal, forward and backward, heads as in Llama-3.1-8B, 8k tokens a
-# device). Our bound for the contiguous ring at P=8 is (P+1)/(2P) = 56 %:
+# zhuzilin/ring-flash-attention publishes what its rings reach of an ideal (README: causal, forward and
+# backward, heads as in Llama-3.1-8B, 8k tokens on each device). The ideal is the speed of flash
+# attention on *one* device with 8k tokens, divided by 8, since a ring of 8 has 8 times as much to
+# compute on each. Its kernel skips masked tiles, so our bound for the contiguous ring at P=8 is
+# P/(2P-1) = 53.3 %. One row is above it: the ideal is a rate measured for 8k tokens, and a kernel may
+# run a little faster on longer sequences, so these percentages are not exact shares.
 #
 # | 8 devices | contiguous | zigzag | stripe |
 # |---|---|---|---|
-# | bound by imbalance | 56 % | 100 % | 100 % |
+# | bound by imbalance | 53.3 % | 100 % | 100 % |
 # | H800, published | 53.9 % | 90.2 % | 82.9 % |
 # | A100, published | 52.5 % | 89.8 % | 82.6 % |
 #
@@ -429,14 +443,14 @@ except sb.RankError as error:
 # - **Heads.** Ulysses ends where P exceeds the heads. Fewer kv heads than ranks have to be copied
 #   ([LLaMA-Factory#10794](https://github.com/hiyouga/LLaMA-Factory/issues/10794) reports what happens else), and the traffic stops falling: 4, 2 and
 #   1 kv heads cost the same here. A ring sends exactly the kv heads there are.
-# - **Ranks.** Per rank and in units of `B S D` values, a ring sends `2 Hkv (P-1)/P`, which hardly
+# - **Ranks.** Per rank and in units of `B S d` values, a ring sends `2 Hkv (P-1)/P`, which hardly
 #   depends on P, Ulysses `(2H + 2Hkv) (P-1)/P²`, which falls. With Hkv = H the two are equal at
 #   P = 2, and Ulysses sends half at P = 4.
 # - **Overlap.** A ring hides its messages behind the block it computes, if the block is large
-#   enough. The all-to-alls of Ulysses stand in the open.
+#   enough. The all-to-alls of Ulysses are fully exposed: nothing can be computed meanwhile.
 #
-# When does a ring hide everything? A step of two-byte numbers sends `2 * 2 Hkv c D` bytes for a
-# chunk of c = S/P tokens and computes `4 H c² D` FLOPs, half of it under a causal mask in zigzag.
+# When does a ring hide everything? A step of two-byte numbers sends `2 * 2 Hkv c d` bytes for a
+# chunk of c = S/P tokens and computes `4 H c² d` FLOPs, half of it under a causal mask in zigzag.
 # Without mask and with Hkv = H: c must be at least FLOPs a second over bytes a second.
 
 
@@ -522,7 +536,10 @@ for order in values[0]:
 #
 # The model's rotary embedding needs to know where a token stands in the *whole* sequence. A rank
 # that counts its own from 0 gets right shapes, right attention within its shard, and wrong
-# attention to all others ([Megatron-LM#560](https://github.com/NVIDIA/Megatron-LM/issues/560)). `shard_positions` says what a rank holds.
+# attention to all others. (A case:
+# [Megatron-LM#1612](https://github.com/NVIDIA/Megatron-LM/pull/1612) corrects how multi-axis rotary
+# positions are sliced for a rank of the context-parallel group.) `shard_positions` says what a rank
+# holds.
 
 # %%
 for rank in range(4):
@@ -559,7 +576,8 @@ for way in values[0]:
     print(f"{way[0]:7} positions {way[1]:13} right on ranks {good}")
 
 # %% [markdown]
-# Rank 0 of the ring is right even with wrong positions: who tests one rank, or P = 1, sees nothing.
+# Rank 0 of the ring is right even with wrong positions: if you test only rank 0, or P = 1, you see
+# nothing.
 # With zigzag data the labels have to be dealt the same way: they are the *next* token of the whole
 # sequence, so shift before you shard.
 #
@@ -726,7 +744,7 @@ print("   backward", ring[0]["backward"])
 #
 # ## A failure to provoke: stale keys in backward
 #
-# In backward, the block in a rank's hands is not the one it saved. Read K and V from
+# In backward, the block that a rank has at the moment is not the one it saved. Read K and V from
 # `ctx.saved_tensors` instead of from the ring, and everything has the right shape. Each rank is a
 # process of its own, so we can break it there.
 
@@ -810,8 +828,9 @@ for ranks in (1, 2, 4, 8, 16, 32):
 #   put the ring across hosts.
 # - **HCCL and NCCL** run messages on streams of their own: begin them with `batch_isend_irecv`
 #   before the kernel, as `exchange` does, and wait after it. A send and a receive that are not
-#   batched can deadlock, and the buffer that is being sent must not be written. gloo on a CPU shows
-#   neither.
+#   batched can deadlock, and a buffer that is being sent must not be written. Both hold for gloo on a
+#   CPU as well: two ranks that both call `send` first hang (chapter 23 provokes it), and after
+#   `isend(x)` an `x.fill_(-1)` can reach the receiver.
 # - **Kernels.** On CUDA take flash attention's own out and lse; on an Ascend NPU
 #   `npu_fusion_attention` returns the softmax's maximum and sum, from which lse = max + log(sum).
 #   MindSpeed has ring, Ulysses and hybrid context parallelism on these.
@@ -824,7 +843,7 @@ for ranks in (1, 2, 4, 8, 16, 32):
 # |---|---|---|
 # | ring, zigzag, stripe, 8 H800, forward + backward | 53.9, 90.2, 82.9 % of ideal | ring-flash-attention's README |
 # | Flux.1-dev, H100: 1, Ulysses-4, Ring-4 | 4.30, 1.63, 1.98 s | xDiT's performance pages |
-# | Ours, 4 paced ranks, zigzag / contiguous | predicted 0.5625, measured above | this page |
+# | Ours, time of zigzag over contiguous, 4 paced ranks | predicted 2.25 blocks of 4 = 0.5625, measured 0.57 | this page |
 #
 # Now write it: [the lab](../labs/24_context_parallel.ipynb). Then
 # [chapter 25](25_expert_parallel.ipynb) sends tokens to experts.

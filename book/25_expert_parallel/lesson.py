@@ -10,6 +10,9 @@
 #
 # Time: 70 minutes to read, two to three hours for the lab. Chapter 13 has the all-to-all, chapter
 # 21 the averaging of gradients.
+#
+# Letters: T tokens of width D, E experts of which a token meets k, P ranks; an expert's inner width
+# is I.
 
 # %%
 import shardbook as sb
@@ -47,7 +50,7 @@ from shardbook.studies.expert_lm import (
 #
 # A mixture of experts replaces the MLP by E smaller ones, and each token goes through k of them.
 # Parameters grow with E, the work a token does with k. The small model of this book with k = 2, and
-# the state a rank holds for training it (weights, gradients, Adam's moments in fp32: 16 bytes a
+# the state a rank holds for training it (weights, gradients, Adam's moments in fp32: 16 bytes per
 # parameter), if every rank has all experts and if four ranks share them:
 
 
@@ -114,12 +117,13 @@ print("softmax of the chosen logits alone = normalised:", torch.allclose(
 #
 # ## Balance
 #
-# An expert that is chosen often learns fast, and is chosen more often. Let us start with two
-# favourites, as a random initialisation or a change of data may, and train the small model. Does
-# it even out by itself? The auxiliary loss of Switch is `E * sum of f_e p_e`, with f_e the share of
+# An expert that is chosen often learns fast, and is chosen more often. Here we set two favourites by
+# hand, with a bias of 3 in the router, where a random initialisation or a change of data may make
+# them, and train the small model. Does it even out by itself? The auxiliary loss of Switch is `E * sum of f_e p_e`, with f_e the share of
 # the choices that went to expert e and p_e the mean probability it got. Its smallest value is 1, at
 # perfect balance. f_e is a count, so the gradient comes through p_e: experts with many tokens get
-# their probability lowered.
+# their probability lowered. The model trains for 40 steps only, so the loss counts 0.1 here; Switch
+# takes 0.01.
 
 
 # %%
@@ -177,14 +181,16 @@ plt.show()
 # Where several ranks compute the balance loss, each counts its own tokens. The mean of the ranks'
 # losses is not the loss of all tokens: it asks every rank's batch to be balanced by itself, more than
 # you need. Sum the counts over the ranks (one all-reduce of E integers) to ask for balance of the
-# whole batch (arXiv 2501.11873). Another way has no loss at all: DeepSeek-V3 (2412.19437) adds to
-# each logit a bias that only chooses, and nudges it by the load after every step.
+# whole batch (arXiv 2501.11873). Another way balances without a loss (arXiv 2408.15664): each expert
+# has a bias that takes part in the choice of the k largest and not in the weights, and is nudged up or
+# down after every step by the expert's load. DeepSeek-V3 (2412.19437) adds it to the score *after* the
+# sigmoid, not to the logit, and keeps a small balance loss within each sequence beside it.
 #
 # ## Capacity
 #
 # Static shapes, or a bound on memory, want a limit: an expert takes
-# `capacity = factor * T k / E` rows and the rest is dropped. A dropped choice adds 0, the token passes
-# by on the residual. First come, first kept; first choices before second ones. A limit trades two
+# `capacity = factor * T k / E` rows and the rest is dropped. A dropped choice adds 0: the token skips
+# that expert, and if all its choices are dropped, only the residual carries it on. First come, first kept; first choices before second ones. A limit trades two
 # evils, here on the choices of the two routers above:
 
 # %%
@@ -220,7 +226,8 @@ print("and less than a quarter with it:", dropped["yes"] < 0.25)
 
 # %% [markdown]
 # Below a factor of 1 even perfect balance must drop. The balanced router is nearly free of drops at
-# 1.5; the one with favourites drops most of its work or waits for the fullest expert. The code below needs no
+# 1.5; the one with favourites drops most of its work or waits for the fullest expert. (The waiting is
+# computed from the counts of one process, as if each expert were a rank.) The code below needs no
 # capacity: its all-to-all takes pieces of any size ("dropless", MegaBlocks, arXiv 2211.15841).
 #
 # Trap: which tokens are dropped depends on who else is in the batch. Evaluation with another batch
@@ -313,7 +320,7 @@ share = sum(v[2] for v in values) / (P * T * K)
 print(f"share of the rows that left their rank: {share:.2f}, (P-1)/P = {(P - 1) / P}")
 
 # %% [markdown]
-# So about `2 k T D (P-1)/P` values a rank leave it in the forward pass and as many in the backward
+# So about `2 k T D (P-1)/P` values leave each rank in the forward pass and as many in the backward
 # pass, however large the experts are. Moving the *weights* instead (ZeRO-3) would gather E experts
 # twice a step and layer. Which is less?
 
@@ -607,8 +614,10 @@ for skip in (True, False):
 #   sending exist (`npu_moe_distribute_dispatch` and `npu_moe_distribute_combine` of torch_npu). On a
 #   CloudMatrix384 the unified bus reaches all 384 NPUs (arXiv 2506.12708), so experts may be spread
 #   over hundreds of ranks.
-# - **CUDA/NCCL**: an all-to-all is sends and receives in one group; DeepEP has kernels of its own.
-#   The counts' synchronisation is the same.
+# - **CUDA/NCCL**: an all-to-all is sends and receives in one group, and the counts make the host wait
+#   in the same way. (Ours waits about six times in `dispatch`: each `int(...)`, each `.tolist()` and
+#   the `repeat_interleave` is one. Reading all counts at once would make it one.) DeepEP has kernels of its own; its low-latency ones, for decoding, do
+#   without the wait: every receiver keeps room for the most that may come.
 # - **Many small products**: E/P experts of uneven sizes are one grouped product
 #   (`torch.nn.functional.grouped_mm`, `npu_grouped_matmul`), not a loop.
 # - **Overlap**: `dispatch` of one micro-batch beside the experts of another, as Domino does in
@@ -619,7 +628,7 @@ for skip in (True, False):
 # | Mixtral 8x7B | 47B parameters, a token meets 13B | arXiv 2401.04088 |
 # | DeepSeek-V3, 256 experts, k = 8, experts over 64 GPUs of 8 hosts | 671B parameters, a token meets 37B | arXiv 2412.19437 |
 # | Switch Transformer | capacity factors 1.0 to 1.25, balance loss times 0.01 | arXiv 2101.03961 |
-# | DeepEP on H800, 8 ranks, 4096 tokens of 7168, k = 8, fp8 out, bf16 home | dispatch 153, combine 158 GB/s of about 160 (NVLink) | DeepEP, docs/legacy.md |
+# | DeepEP's first version (V1) on H800, 8 ranks, 4096 tokens of 7168, k = 8, fp8 out, bf16 home | dispatch 153, combine 158 GB/s of about 160 (NVLink) | DeepEP, docs/legacy.md |
 # | the same, 64 ranks | dispatch 51, combine 50 GB/s (RDMA, 50 GB/s a card) | DeepEP, docs/legacy.md |
 #
 # Ours beside the first two: how much of the model does a token meet?

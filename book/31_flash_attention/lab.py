@@ -166,7 +166,10 @@ everything = F.scaled_dot_product_attention(q, k, v)
 print("bottom-right sees all nine keys:", bool(torch.allclose(ours, everything, atol=1e-6)))
 
 # %% [markdown]
-# No error, no warning, a text that makes no sense: [flash-attention#517](https://github.com/Dao-AILab/flash-attention/issues/517).
+# No error, no warning, a text that makes no sense. flash-attention was aligned to the top left too
+# until 2.1 ([flash-attention#282](https://github.com/Dao-AILab/flash-attention/issues/282) asks why
+# decoding has to turn `causal` off); for torch a change is proposed
+# ([pytorch#108108](https://github.com/pytorch/pytorch/issues/108108)).
 #
 # ## Exercise 5: count what moves
 #

@@ -10,6 +10,9 @@
 #
 # Time: 60 minutes to read, about three hours for the lab. Chapter 24 used the same sums between
 # ranks; here they are inside one device.
+#
+# Letters: S queries and T keys (N where they are equal), H heads of size d (in shapes and in code, D
+# where nothing else is called so), an on-chip memory of M elements.
 
 # %%
 import shardbook as sb
@@ -49,7 +52,7 @@ def plain_attention(q, k, v):
 # %% [markdown]
 # ## What breaks without it?
 #
-# Attention compares every query with every key. For N tokens that is a matrix of N x N numbers a
+# Attention compares every query with every key. For N tokens that is a matrix of N x N numbers per
 # head, written to memory only to be read once by softmax and once by the product with v. How large
 # is the largest tensor that plain attention makes, and that a tiled one makes? One head of size 64.
 
@@ -141,8 +144,8 @@ for block in (1, 8, 37):
 #
 # ## Tiles
 #
-# Now a block of queries against a block of keys at a time. A tile of scores exists only while its
-# row of tiles is worked on. With a causal mask the tiles above the diagonal hold nothing, and they
+# Now a block of queries against a block of keys at a time. A tile of scores exists during its own step
+# only; the block of queries, its m, l and its output stay for the whole row of tiles. With a causal mask the tiles above the diagonal hold nothing, and they
 # are never visited; those on it are masked element by element.
 
 # %%
@@ -168,10 +171,12 @@ for i in range(3):
     print(f"query {i}: bottom-right sees {i + 5} keys, top-left {i + 1}; same output: {same}")
 
 # %% [markdown]
-# ### The trace of a tiled run
+# ### The trace of the tiles
 #
-# Each tile is marked, forward and then backward. Count them: a causal run has fewer, and backward
-# visits the same ones.
+# Each tile that a causal run visits, as a call of its own: ten of them, where a run without mask has
+# sixteen. (So that each can be marked, they are separate calls on slices; the real loop carries m, l
+# and the output from one to the next.) The last slice, "backward", is one whole forward and backward of
+# the same attention. Its backward visits the same ten tiles.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -228,7 +233,7 @@ for n in (512, 2048, 8192):
 # ## Roofline
 #
 # A device does at most `peak` operations and moves at most `bandwidth` bytes a second. A workload of
-# I operations a byte reaches at most `min(peak, I * bandwidth)`. Below the corner memory is the limit,
+# I operations per byte reaches at most `min(peak, I * bandwidth)`. Below the corner memory is the limit,
 # above it arithmetic. Where do attention and its neighbours stand (bf16, d = 128, N = 8192)?
 
 # %%
@@ -246,6 +251,16 @@ draw_roofline(workloads)
 plt.show()
 
 # %% [markdown]
+# Mind what "attention, tiled" counts. Every row of tiles reads all K and V again, and the point
+# charges each of these reads to the device's memory (HBM): 99 FLOPs per byte, at most a third of an
+# H100's peak. The kernels measured at the end of this chapter do better, and nothing is wrong with
+# them. Blocks of queries that run at the same time read the *same* K and V, and those of one head are
+# 4 MB here, which fit into the L2 cache: most of the re-reads never reach HBM. What has to move is q,
+# k, v in and the output out, about 4 N d numbers. With that traffic attention does N/2 FLOPs per byte
+# in bf16, more than 4,000, far on the flat part. The true figure lies between the two: the plotted one
+# is what a device without a shared cache would see, and why it pays to keep the tiles of one head
+# together in time.
+#
 # Training multiplies thousands of tokens with each weight it reads, so it is bound by arithmetic if
 # attention does not spoil it. Decoding reads every weight and the whole cache for one token: it is
 # bound by memory on every device of the picture, and chapter 32 is about that. Peak and bandwidth
@@ -255,8 +270,19 @@ plt.show()
 #
 # The weights were never stored. Forward keeps the output and one number a row, the log-sum-exp;
 # backward computes a tile's weights again as `exp(scores - lse)`. That is more arithmetic, less
-# memory, and faster where memory is the limit. Forward has two matrix products a tile, backward
-# five, one of them for the second time.
+# memory, and faster where memory is the limit. In five lines, with scores `s = scale q k^T`, weights
+# `p = exp(s - lse)`, output `out = p v` and the output's gradient `g`:
+#
+# - `dv = p^T g`, and `dp = g v^T`: the two sides of the product `p v`.
+# - softmax: `ds = p * (dp - delta)`, where `delta`, one number per query, is the sum of `p * dp` over its
+#   *whole* row of keys. A tile does not have the row. But
+# - `sum_j p_ij (g_i . v_j) = g_i . sum_j p_ij v_j = g_i . out_i`: delta is the sum of `g * out` over the
+#   d features, known before the first tile.
+# - `dq = scale ds k`, summed over the tiles of a row, and
+# - `dk = scale ds^T q`, summed over those of a column.
+#
+# Forward has two matrix products per tile, backward five (s, dv, dp, dq, dk), the first for the second
+# time.
 
 # %%
 leaves = [draw(2, 3, 77, 16, seed=s).requires_grad_() for s in range(3)]
@@ -333,10 +359,13 @@ print(f"tiled / MATH at 2,048 tokens, causal: {ours / math_path:.2f}")
 # ## On a real cluster
 #
 # - **NPU.** The tiles live in the AI core's unified buffer and L1; `npu_fusion_attention` is the kernel
-#   and SDPA reaches it. A port fails in three ways: the scale is left at 1, a mask is passed with SDPA's
-#   meaning, or a layout is wrong with a `sparse_mode` ([sglang#31948](https://github.com/sgl-project/sglang/issues/31948),
-#   [vllm-ascend#13699](https://github.com/vllm-project/vllm-ascend/issues/13699)). All three give
-#   numbers, not errors: compare with `flash_attention` above on small shapes.
+#   and SDPA reaches it. A port fails in three ways. The scale is left at 1. A mask is passed with
+#   SDPA's meaning, or not at all (a reviewer of
+#   [sglang#31948](https://github.com/sgl-project/sglang/pull/31948) saw that the new NPU default would
+#   drop the masks of two models). Or the operator takes a mask in a shape that it does not fully read:
+#   `npu_fused_infer_attention_score` ignores a bool mask [1, 1, 1, T] beyond key 512
+#   ([vllm-ascend#15503](https://github.com/vllm-project/vllm-ascend/issues/15503)). All give numbers,
+#   not errors: compare with `flash_attention` above, on small shapes and on one long one.
 # - **CUDA.** FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv 2307.08691), FlashAttention-3
 #   75 % of an H100's in fp16 (arXiv 2407.08608).
 # - **Many ranks.** The log-sum-exp that backward needs is also what lets ranks merge their parts: that

@@ -10,6 +10,9 @@
 #
 # Time: 60 minutes to read, about two hours for the lab. Chapter 31 has the attention and the
 # roofline, chapter 22 the layers that the last part cuts over ranks.
+#
+# Letters: a batch of B rows; S new tokens against T cached ones; L layers, H query heads and Hkv kv
+# heads of size d, model width D, N parameters, a window of W.
 
 # %%
 import shardbook as sb
@@ -138,7 +141,7 @@ print("unchanged by 20 more:", bool((short - long[:, :, :20]).abs().max() < 1e-5
 # y = cached_attention(rotate(q, positions), keys, values, cache.length, offset)
 # ```
 #
-# Count the work of a decode step: 2 FLOPs a weight and row of the batch, and
+# Count the work of a decode step: 2 FLOPs per weight and row of the batch, and
 # `4 H d T` for the scores and the weighted sum in each layer. Predict it for 3 rows that hold 40
 # tokens with the new one (2 layers, 4 heads of 16), and measure with PyTorch's counter.
 
@@ -159,7 +162,10 @@ sb.predict("FLOPs of a decode step", predicted, counter.get_total_flops())
 # ### The trace, side by side
 #
 # Two ranks say the same text after the same prompt of 192 tokens. Rank 0 has a cache, rank 1 has
-# none. Find the prefill, and compare a decode step with what rank 1 does for the same token.
+# none. Find the prefill, and compare a decode step with what rank 1 does for the same token. Compare
+# the *steps*: only three follow the prefill, and rank 0 may well finish last, since its prefill goes
+# through `cached_attention`, which makes the whole S x T matrix in fp32 (chapter 31 says why that is a
+# bad idea; it is good enough for one query).
 
 
 # %% tags=["nbval-ignore-output"]
@@ -300,8 +306,8 @@ for row in range(3):
 # ## After a rejected guess
 #
 # A decode step reads all weights for one token. It could check several guessed tokens with the
-# same reading: put them in at once, and see how many the model would have said itself (chapter 34
-# makes a method of it). The rejected ones are already in the cache.
+# same reading: put them in at once, and see how many the model would have said itself (speculative
+# decoding makes a method of it). The rejected ones are already in the cache.
 
 # %%
 guess = [19, 21, 40, 11]  # two right ones, two wrong
@@ -346,12 +352,15 @@ print("after 23 comes", int(after_the_guess(True).argmax()))
 
 # %% [markdown]
 # Truncating costs nothing: the lengths change, the memory is overwritten later. In a batch each row
-# accepts another number of tokens: one more reason for a length a row. What was rejected and stayed:
-# [vllm#9730](https://github.com/vllm-project/vllm/issues/9730), [mlx-lm#1109](https://github.com/ml-explore/mlx-lm/issues/1109) (a recurrent state, which can't be truncated).
+# accepts another number of tokens: one more reason for a length per row. Not everything can be
+# truncated: a recurrent state cannot, and rejected guesses stayed in it
+# ([mlx-lm#1109](https://github.com/ml-explore/mlx-lm/pull/1109)). And the *draft* model has a cache
+# as well, which can hold tokens that are not in the text: with more than one guess per step, that of
+# vLLM did ([vllm#9730](https://github.com/vllm-project/vllm/pull/9730)).
 #
 # ## What a token costs
 #
-# Keys and values, of each layer, of the **kv heads**: `2 L Hkv d` numbers a token. Predict the bytes
+# Keys and values, of each layer, of the **kv heads**: `2 L Hkv d` numbers per token. Predict the bytes
 # of this model's cache for 3 rows of 64 tokens in fp32, and what it would be with a kv head for
 # every head.
 
@@ -421,6 +430,10 @@ plot.curves(held, "token", "tokens held a row")
 plt.show()
 
 # %% [markdown]
+# Ours keeps the window in order and so moves all W entries at each token. Mistral's writes position i
+# to slot i mod W and moves nothing: attention does not care in which order keys lie, since each
+# carries its position. In order is easier to check, and to read.
+#
 # Two things to mind. A key is kept as it was rotated, with its true position, while its place in the
 # window moves: the position of a new token is not the cache's length any more, somebody has to
 # count. And a *chunk* of several queries sees with its first query keys that its last one pushes
@@ -429,8 +442,9 @@ plt.show()
 # ## Why decoding waits for memory
 #
 # A decode step reads every weight and every key and value, and uses a weight once for each row. Its
-# arithmetic intensity is `(2 N B + 4 L H d S B)` FLOPs over the bytes of weights and cache. For
-# Llama 3 8B in bf16 with 4,096 tokens of context:
+# arithmetic intensity is `(2 N B + 4 L H d T B)` FLOPs over the bytes of weights and cache. (The input
+# embedding is an exception, only one row per token is read of it. It is counted whole here: 0.5 of 8
+# billion parameters.) For Llama 3 8B in bf16 with 4,096 tokens of context:
 
 # %%
 layers, heads, kv_heads, head_dim, N, S = 32, 32, 8, 128, 8.03e9, 4096
@@ -523,10 +537,11 @@ print("a step on 4 ranks:", log)
 #
 # - **NPU.** `torch_npu.npu_fused_infer_attention_score` serves both phases: with one query it takes its
 #   decode branch. `actual_seq_lengths_kv` is our `length`, a number for each row, as a list on the
-#   host. Its defaults are no port's friends: `num_heads=1`, `num_key_value_heads=0`, a scale of 1 and
+#   host. Its defaults are traps for a port: `num_heads=1`, `num_key_value_heads=0`, a scale of 1 and
 #   `input_layout="BSH"` (torch_npu's API reference; the scale is called `scale_value` up to 6.0 and
 #   `scale` in 7.0). Shapes that change at every step cost compilation in graph mode: a cache of a
-#   fixed `max_len` with lengths beside it does not change shape. Ranks inside a host talk over HCCS.
+#   fixed `max_len` with lengths beside it does not change shape. (Ours does: `append` returns keys and
+#   values up to the longest row, and asks the device for that length in each layer.) Ranks inside a host talk over HCCS.
 # - **CUDA.** `flash_attn_with_kvcache` appends and attends in one kernel, with `cache_seqlens` [B]. One
 #   query gives few tiles, so kernels cut the *keys* over the chip's cores and merge by log-sum-exp
 #   (Flash-Decoding). A step of small kernels is captured in a graph, or Python is the limit, as in our

@@ -16,10 +16,11 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Backwards start as early as they can (arXiv 1806.03377): at most p - s micro-batches live.
+    """Backwards start as early as they can: at most p - s micro-batches live.
 
     Stage s runs p - s - 1 forwards to fill the pipe, then one forward and one backward in turn,
     then the backwards that are left. The same bubble as GPipe.
+    PipeDream-Flush (arXiv 2006.09503) and DAPPLE (arXiv 2007.01045): one optimizer step after all.
     """
     _positive(num_stages=num_stages, num_microbatches=num_microbatches)
     schedule = []
