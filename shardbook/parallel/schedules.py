@@ -19,8 +19,8 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """Backwards start as early as they can: at most p - s micro-batches live.
 
     Stage s runs p - s - 1 forwards to fill the pipe, then one forward and one backward in turn,
-    then the backwards that are left. The same bubble as GPipe.
-    PipeDream-Flush (arXiv 2006.09503) and DAPPLE (arXiv 2007.01045): one optimizer step after all.
+    then the backwards that are left. The same bubble as GPipe. With one optimizer step after all
+    micro-batches, as here, it is PipeDream-Flush (arXiv 2006.09503) or DAPPLE (arXiv 2007.01045).
     """
     _positive(num_stages=num_stages, num_microbatches=num_microbatches)
     schedule = []
