@@ -82,6 +82,8 @@ def if_expression(reader, node: ast.IfExp) -> Values:
         reader.quiet -= 1
         return reader.eval(chosen)
     body, other = reader.eval(node.body), reader.eval(node.orelse)
+    if conditions.is_cpu(node.test):  # float64 if device.type == "cpu": not on an NPU
+        body = [v for v in body if v.kind != "mod" or not v.data.endswith(("float64", "double"))]
     if nothing_known(body) != nothing_known(other) and any(
         v.kind == "device" for v in body + other
     ):

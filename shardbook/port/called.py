@@ -6,6 +6,7 @@ from . import library
 from .detect import device, named, used, variable
 from .library import AUTOCAST
 from .methods import method
+from .tensors import dtype_of
 from .values import Value, Values, is_device_name, join
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -89,16 +90,25 @@ def local_call(reader, node: ast.Call, f, args: list[Values], keywords: dict) ->
         init = next(
             (m for m in f.body if isinstance(m, ast.FunctionDef) and m.name == "__init__"), None
         )
-        names = [a.arg for a in init.args.args[1:]] if init else []
+        takes = init.args.args[1:] if init else []
         out = [Value("self", f, node)]
     else:
-        names = [a.arg for a in f.args.posonlyargs + f.args.args]
-        if names[:1] in (["self"], ["cls"]):
-            names = names[1:]
-        out = reader.results(f)
-    for name, value in zip(names, args, strict=False):
-        named(reader, name, value)
+        takes = f.args.posonlyargs + f.args.args
+        if takes and takes[0].arg in ("self", "cls"):
+            takes = takes[1:]
+        init, out = f, reader.results(f)
+    for arg, value in zip(takes, args, strict=False):
+        named(reader, arg.arg, value)
+        given(reader, arg, value)
+    for arg in [*takes, *init.args.kwonlyargs] if init and keywords else ():
+        given(reader, arg, keywords.get(arg.arg, []))
     return out
+
+
+def given(reader, arg: ast.arg, values: Values) -> None:
+    """A parameter is given these values: is float64 among them?"""
+    if not reader.quiet and dtype_of(values) == "f64":
+        reader.passed.add(arg)
 
 
 def builtin(reader, node: ast.Call, name: str, args: list[Values], keywords: dict) -> Values:

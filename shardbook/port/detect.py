@@ -166,7 +166,8 @@ def attribute(reader, node: ast.Attribute, base: Values, out: Values) -> Values:
     if node.attr in ("T", "data", "real", "imag", "grad", "mT"):
         return [v for v in base if v.kind in ("tensor", "array")]
     if node.attr == "device":
-        return [Value("device", "?", node)]
+        host = base and all(v.kind == "tensor" and v.data[1] == "host" for v in base)
+        return [Value("device", "cpu" if host else "?", node)]
     return []
 
 

@@ -29,21 +29,31 @@ class _Rewriter(cst.CSTTransformer):
 
     def __init__(self, torch_name: str | None):
         super().__init__()
-        self.torch, self.count = torch_name or "torch", 0
+        self.torch, self.count = torch_name, 0
 
     def path(self, node: cst.CSTNode) -> str | None:
         names = self.get_metadata(QualifiedNameProvider, node, None) or ()
         return next(iter(names)).name if len(names) == 1 else None
 
+    def named(self, func: cst.BaseExpression) -> str | None:
+        """What torch is called where this function is: `th` in `th.cuda.synchronize`."""
+        while isinstance(func, cst.Attribute):
+            func = func.value
+        own = isinstance(func, cst.Name) and self.path(func) == "torch"
+        return func.value if own else self.torch
+
     def leave_Call(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         path = self.path(original.func)
+        torch = self.named(original.func)
+        if torch is None:
+            return updated  # torch has no name here, and an import would load it for all
         if path in SAFE:
             name, most = SAFE[path]
             plain = all(not a.star and a.keyword is None for a in original.args)
             named = any(isinstance(a.value, cst.SimpleString) for a in original.args)
             if plain and not named and len(original.args) <= most:
                 self.count += 1
-                func = cst.parse_expression(f"{self.torch}.accelerator.{name}")
+                func = cst.parse_expression(f"{torch}.accelerator.{name}")
                 return updated.with_changes(func=func)
         if (
             path == "torch.device"
@@ -52,7 +62,7 @@ class _Rewriter(cst.CSTTransformer):
         ):
             self.count += 1
             cpu = original.args[0].value.orelse.value  # with its quotes: it may be in an f-string
-            return cst.parse_expression(CHOICE.format(torch=self.torch, cpu=cpu))
+            return cst.parse_expression(CHOICE.format(torch=torch, cpu=cpu))
         return updated
 
     def chooses(self, node: cst.BaseExpression) -> bool:
@@ -68,8 +78,12 @@ class _Rewriter(cst.CSTTransformer):
         return texts == ["cuda", "cpu"]
 
 
-def _torch_name(module: cst.Module) -> str | None:
-    """What `import torch` is called at the top of the file."""
+def _torch_name(module: cst.Module) -> tuple[str | None, bool]:
+    """What `import torch` is called at the top of the file; whether it has to be added.
+
+    It may be added where the top of the file imports something of torch already.
+    """
+    loaded = False
     for statement in module.body:
         if not isinstance(statement, cst.SimpleStatementLine):
             continue
@@ -77,8 +91,11 @@ def _torch_name(module: cst.Module) -> str | None:
             if isinstance(part, cst.Import):
                 for alias in part.names:
                     if alias.evaluated_name == "torch":
-                        return alias.evaluated_alias or "torch"
-    return None
+                        return alias.evaluated_alias or "torch", False
+                    loaded |= alias.evaluated_name.startswith("torch.")
+            elif isinstance(part, cst.ImportFrom) and part.module and not part.relative:
+                loaded |= cst.Module([]).code_for_node(part.module).split(".")[0] == "torch"
+    return ("torch", True) if loaded else (None, False)
 
 
 def fixed(source: str) -> tuple[str, int]:
@@ -99,13 +116,13 @@ def fixed(source: str) -> tuple[str, int]:
         raise ValueError("it is nested too deeply: rewrite it by hand") from None
     if module.code != source:
         raise ValueError("it would not be given back as it is: rewrite it by hand")
-    name = _torch_name(module)
+    name, missing = _torch_name(module)
     rewriter = _Rewriter(name)
     try:
         module = MetadataWrapper(module).visit(rewriter)
     except RecursionError:
         raise ValueError("it is nested too deeply: rewrite it by hand") from None
-    if rewriter.count and name is None:
+    if rewriter.count and missing and "torch.accelerator" in module.code:
         context = CodemodContext()
         AddImportsVisitor.add_needed_import(context, "torch")
         module = AddImportsVisitor(context).transform_module(module)

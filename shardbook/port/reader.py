@@ -31,6 +31,8 @@ class Reader:
         self.branches = 0  # > 0 inside an if, a loop or a try, where an assignment may not happen
         self.optional: set[str] = set()  # libraries imported where a failure is caught
         self.chain: list[ast.AST] = []  # the calls around the expression being read
+        self.wanted: list[tuple] = []  # (parameter, where it is a dtype on the device)
+        self.passed: set[ast.arg] = set()  # parameters that are given float64
         self.words = {
             n.attr if isinstance(n, ast.Attribute) else n.value
             for n in ast.walk(tree)
@@ -48,6 +50,9 @@ class Reader:
             function, scopes, classes = self.pending.pop(0)
             if function not in self.done:
                 self.function(function, scopes, classes)
+        for parameter, node in self.wanted:
+            if parameter in self.passed:
+                self.report(node, "float64")
 
     def block(self, body: list[ast.stmt]) -> bool:
         """Read statements in order; True where the block always leaves (return, raise, …)."""
@@ -56,7 +61,7 @@ class Reader:
         for i, statement in enumerate(body):
             other = branches.npu_follows(body, i)
             self.quiet += other
-            if self.statement(statement) == "npu left":
+            if self.kept_going(statement) == "npu left":
                 self.quiet += 1
                 added += 1
             self.quiet -= other
@@ -64,6 +69,23 @@ class Reader:
                 left = True
         self.quiet -= added
         return left
+
+    def kept_going(self, s: ast.stmt) -> str | None:
+        """Read a statement; where the checker itself fails in it, say so and go on after it."""
+        lists = self.scopes, self.chain, self.returns
+        lengths = [len(x) for x in lists]
+        before = self.classes, self.quiet, self.guarded, self.branches
+        try:
+            return self.statement(s)
+        except RecursionError:
+            raise
+        except Exception:  # ours
+            for kept, length in zip(lists, lengths, strict=True):
+                del kept[length:]
+            self.scopes, self.chain, self.returns = lists
+            self.classes, self.quiet, self.guarded, self.branches = before
+            self._report(s, "unchecked")
+            return None
 
     def statement(self, s: ast.stmt) -> str | None:
         kind = statements.KINDS.get(type(s))

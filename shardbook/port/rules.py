@@ -155,6 +155,9 @@ _TABLE = [
     ("nvidia-tool", "breaks", "an NVIDIA command-line tool", "it is not installed beside an NPU",
      "`npu-smi info`, msprof", "npu-smi"),
     # ---- the file
+    ("unchecked", "breaks", "the checker failed in this statement",
+     "nothing in it was checked; the rest of the file was",
+     "read it by hand, and report what stands there", "shardbook/port/reader.py"),
     ("unreadable", "style", "this file could not be read as Python 3",
      "nothing in it was checked", "check it by hand, or fix its syntax", "python"),
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 import ast
 
-from . import branches, conditions, detect, library
+from . import branches, called, conditions, detect, library
 from .values import Value, Values, join
 
 
@@ -32,7 +32,9 @@ def _define(reader, s: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
     pairs = list(zip(positional[first:], args.defaults, strict=True))
     pairs += [(a, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True) if d]
     for arg, default in pairs:
-        detect.named(reader, arg.arg, reader.eval(default))
+        values = reader.eval(default)
+        detect.named(reader, arg.arg, values)
+        called.given(reader, arg, values)
     reader.assign_name(s.name, [Value("local", s, s)])
     reader.pending.append((s, list(reader.scopes), list(reader.classes)))
 

@@ -15,19 +15,27 @@ NO_TENSOR = {"item", "tolist", "numpy", "size", "dim", "numel", "shape", "stride
 
 
 def dtype_of(values: Values) -> str | None:
-    """f64, complex or ? for a dtype argument, None where it is none."""
+    """f64, complex or ? for a dtype argument, None where it is none; of several, the worst."""
+    found = {_dtype(v) for v in values}
+    return next((kind for kind in ("f64", "complex", "?") if kind in found), None)
+
+
+def _dtype(v: Value) -> str | None:
+    if v.kind == "str":
+        return "f64" if v.data in ("float64", "f8", "double") else None
+    if v.kind != "mod":
+        return None
+    if v.data in F64 or v.data in COMPLEX:
+        return "f64" if v.data in F64 else "complex"
+    kinds = ("float", "bfloat", "half", "int", "long", "bool", "uint", "short")
+    return "?" if v.data.rsplit(".", 1)[-1].startswith(kinds) else None
+
+
+def wants(reader, node: ast.AST, values: Values) -> None:
+    """A parameter is the dtype of a tensor on the device: float64 where a caller gives that."""
     for v in values:
-        if v.kind == "mod":
-            if v.data in F64:
-                return "f64"
-            if v.data in COMPLEX:
-                return "complex"
-            tail = v.data.rsplit(".", 1)[-1]
-            if tail.startswith(("float", "bfloat", "half", "int", "long", "bool", "uint", "short")):
-                return "?"
-        elif v.kind == "str" and v.data in ("float64", "f8", "double"):
-            return "f64"
-    return None
+        if v.kind == "param" and not reader.quiet:
+            reader.wanted.append((v.node, node))
 
 
 def place_of(values: Values | None) -> str:
@@ -77,6 +85,8 @@ def creates(reader, node, path: str, args: list[Values], keywords: dict) -> Valu
             dtype = "f64" if "f64" in arrays else "?"
         if dtype in ("f64", "complex") and place == "device":
             reader.report(node, "float64" if dtype == "f64" else "complex")
+        elif place == "device":
+            wants(reader, node, keywords.get("dtype", []))
         return [Value("tensor", (dtype, place), node)]
     if path == "torch.from_numpy":
         arrays = [v.data for v in given if v.kind == "array"]
@@ -90,7 +100,10 @@ def creates(reader, node, path: str, args: list[Values], keywords: dict) -> Valu
         return [Value("tensor", (dtype, places.pop() if len(places) == 1 else "?"), node)]
     if given:
         kept = combined(given, node)
-        return kept if dtype is None else [Value("tensor", ("?", kept[0].data[1]), node)]
+        if dtype is None:
+            return kept
+        place = kept[0].data[1] if kept[0].kind == "tensor" else "?"  # an array has no place
+        return [Value("tensor", ("?", place), node)]
     if name in LIKE:
         return [Value("tensor", ("?", "?"), node)]
     return []

@@ -309,3 +309,20 @@ def test_fix_writes_python_that_parses_and_names_no_cuda():
     ast.parse(new)
     named = "import torch\ntorch.cuda.set_device('cuda:0')\n"
     assert fixed(named) == (named, 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("def f():\n    import torch\n\n    return torch.cuda.device_count()\n",) * 2,
+        ("import json\n\n\ndef f():\n    import torch as t\n\n    t.cuda.synchronize()\n",) * 2,
+        ("def f():\n    from torch import cuda\n\n    cuda.synchronize()\n", None),
+        ("from torch import cuda\n\ncuda.synchronize()\n",
+         "from torch import cuda\nimport torch\n\ntorch.accelerator.synchronize()\n"),
+    ],
+    ids=["in the function", "renamed", "no name", "at the top"],
+)  # fmt: skip
+def test_fix_imports_torch_only_where_it_is_loaded_already(before, after):
+    after = after and after.replace("cuda.sync", "accelerator.sync")
+    after = after and after.replace("cuda.device", "accelerator.device")
+    assert fixed(before) == ((before, 0) if after is None else (after, 1))

@@ -10,6 +10,7 @@ from shardbook.port.rules import HOST_LINALG, RULES
 from shardbook.port.scan import scan_source
 
 from .cases import CLEAN, FLAGGED
+from .field_cases import FIELD
 
 flagged = [pytest.param(r, c, id=f"{r}-{i}") for r, cs in FLAGGED.items() for i, c in enumerate(cs)]
 clean = [pytest.param(r, c, id=f"{r}-{i}") for r, cs in CLEAN.items() for i, c in enumerate(cs)]
@@ -29,8 +30,32 @@ def test_leaves_alone(rule, code):
     assert not found
 
 
+@pytest.mark.parametrize(("name", "code", "rules"), FIELD, ids=[case[0] for case in FIELD])
+def test_public_code(name, code, rules):
+    expected = {i for i, line in enumerate(code.splitlines(), 1) if line.endswith("# !")}
+    found = scan_source(code)
+    assert {f.line for f in found} == expected, [(f.line, f.rule) for f in found]
+    assert {f.rule for f in found} == rules
+
+
+def test_a_failure_of_the_checker_loses_one_statement(monkeypatch):
+    def fails(reader, node, path, *rest):
+        raise IndexError("string index out of range")
+
+    code = "import torch\nx = torch.ones(3)\ndef f(y):\n    z = [torch.ones(i) for i in y]\n"
+    code += "    return y.cuda()\ny = x.cuda()\n"
+    monkeypatch.setattr("shardbook.port.library.creates", fails)
+    found = [(f.line, f.rule, f.severity) for f in scan_source(code)]
+    assert found == [
+        (2, "unchecked", "breaks"),
+        (4, "unchecked", "breaks"),
+        (5, "cuda-method", "breaks"),
+        (6, "cuda-method", "breaks"),
+    ]
+
+
 def test_every_rule_has_both_kinds_of_tests():
-    known = set(RULES) - {"unreadable"}
+    known = set(RULES) - {"unreadable", "unchecked"}
     assert set(FLAGGED) == known
     assert set(CLEAN) == known
 
