@@ -42,7 +42,7 @@ from .wrong import Hint
 class OnGroups(Runs):
     """Properties of what ranks saw; see `seen`."""
 
-    def __init__(self, report, *args):
+    def __init__(self, report: Any, *args):
         super().__init__(*args)
         self.report = report
 
@@ -51,7 +51,9 @@ class OnGroups(Runs):
         with self.report.property(name, hint):
             self.each(judge)
 
-    def value(self, name: str, expected: Callable[[Seen], Any], hint: Hint, tolerance=1e-5) -> None:
+    def value(
+        self, name: str, expected: Callable[[Seen], Any], hint: Hint, tolerance: float = 1e-5
+    ) -> None:
         """What every rank returned, and its gradients where they are expected too."""
         self.holds(name, lambda s: agrees(s, expected(s), tolerance), hint)
 

@@ -61,7 +61,7 @@ class Function:
                 self._judge(args, tolerance, oracle or self.oracle)
 
     def _judge(self, args: Args, tolerance: float, oracle: Callable) -> None:
-        mine, told = placed(args), _told(args)
+        mine, told = placed(args), self._told(args)
         got, want = self.answer(*mine), oracle(*args)
         if self.names:
             agree_in_number(got, want, self.what + told)
@@ -73,13 +73,16 @@ class Function:
             kept = torch.equal(old.nan_to_num(), new.detach().cpu().nan_to_num())
             expect(kept, f"an input was changed{told}", "kept")
 
+    def _told(self, args: Args) -> str:
+        return _told(args, self.oracle)
+
     def view(self, name: str, *calls: Args, hint: Hint) -> None:
         """The result lies in the memory of the first argument."""
         with self.report.property(name, hint):
             for args in calls:
                 mine = placed(args)
                 shares = _memory(self.answer(*mine)) == _memory(mine[0])
-                expect(shares, f"{self.what} lies in new memory{_told(args)}", "memory")
+                expect(shares, f"{self.what} lies in new memory{self._told(args)}", "memory")
 
     def copy(self, name: str, *calls: Args, hint: Hint) -> None:
         """The result lies in memory of its own, not in that of an argument."""
@@ -87,15 +90,16 @@ class Function:
             for args in calls:
                 mine = placed(args)
                 own = _memory(self.answer(*mine)) not in {_memory(t) for t in _tensors(mine)}
-                expect(own, f"{self.what} lies in the memory of an input{_told(args)}", "memory")
+                expect(
+                    own,
+                    f"{self.what} lies in the memory of an input{self._told(args)}",
+                    "memory",
+                )
 
     def dtypes(self, name: str, args: Args, hint: Hint, kinds: Sequence = (), **more) -> None:
         """The oracle's value and dtype in bf16, int64 and bool, or in the dtypes given."""
         kinds = kinds or (torch.bfloat16, torch.int64, torch.bool)
-        calls = [
-            _mapped(args, lambda t, k=k: (t if k == torch.bfloat16 else t > 0).to(k)) for k in kinds
-        ]
-        self.value(name, *calls, hint=hint, **more)
+        self.value(name, *(_mapped(args, _typed(kind)) for kind in kinds), hint=hint, **more)
 
     def gradient(self, name: str, *calls: Args, hint: Hint, tolerance: float = 1e-5) -> None:
         """The oracle's gradient of every floating-point argument."""
@@ -105,7 +109,11 @@ class Function:
                 got = _gradients(self.answer, placed(args), self.what)
                 names = [f"the gradient of {n}" for n in _names(self.oracle, args)]
                 pairs = zip(got, wanted, strict=True)
-                all_close(dict(zip(names, pairs, strict=True)), _told(args).strip(), tolerance)
+                all_close(
+                    dict(zip(names, pairs, strict=True)),
+                    self._told(args).strip(),
+                    tolerance,
+                )
 
     def no_grad(self, name: str, *calls: Args, hint: Hint, tolerance: float = 1e-5) -> None:
         """The same value where no gradient is wanted."""
@@ -128,11 +136,12 @@ def placed(value: Any) -> Any:
     """The same on this rank's device, with its strides; tensors are copies."""
 
     def place(t: Tensor) -> Tensor:
-        t = t.detach()
-        moved = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device())
-        if 0 in t.stride():  # expanded: one element stands for many
-            return t.clone(memory_format=torch.preserve_format).to(device())
-        return moved.copy_(t)
+        once = t.detach()
+        for dim, stride in enumerate(t.stride()):
+            if stride == 0 and t.shape[dim]:  # expanded: one element stands for many
+                once = once.narrow(dim, 0, 1)
+        moved = torch.empty_strided(once.shape, once.stride(), dtype=t.dtype, device=device())
+        return moved.copy_(once).expand(t.shape)
 
     return _mapped(value, place)
 
@@ -150,9 +159,16 @@ def strided(*shape: int, seed: int = 0) -> list[Tensor]:
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(v, change) for v in value)
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(_mapped(v, change) for v in value)
     return value
+
+
+def _typed(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Random numbers as values of a dtype that differ from each other."""
+    if dtype.is_floating_point:
+        return lambda t: t.to(dtype)
+    return lambda t: t > 0 if dtype == torch.bool else (t * 100).to(dtype)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -168,18 +184,18 @@ def _memory(value: Any) -> int:
     return value.untyped_storage().data_ptr()
 
 
-def _told(args: Args) -> str:
+def _told(args: Args, oracle: Callable) -> str:
     """What is special about these arguments: strides, dtype, numbers; "" for plain tensors."""
     if isinstance(args, Call):
         return args.told
     words = []
-    for arg in args:
+    for name, arg in zip(inspect.signature(oracle).parameters, args, strict=False):
         if isinstance(arg, Tensor):
             odd = not arg.is_contiguous()
             words += [f"strides {tuple(arg.stride())}"] if odd else []
             words += [str(arg.dtype)] if arg.dtype != torch.float32 else []
         elif isinstance(arg, (int, float, str)):
-            words.append(f"{arg!r}")
+            words.append(f"{name}={arg!r}")
     return f" for {', '.join(words)}" if words else ""
 
 

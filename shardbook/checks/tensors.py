@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..devices import device
 from .compare import close, expect, random, refuses, same, unchanged
+from .functions import strided
 from .report import check
 
 SHAPES = [(), (5,), (2, 3, 4), (7, 2), (3, 1, 5), (1, 6), (4, 1), (2, 0, 3), (0,), (3, 4, 0), (1,)]
@@ -128,55 +129,38 @@ def can_view(answer, report):
 @check("split_heads")
 def split_heads(answer, report):
     """Compared with one slice of the channels a head."""
-    batch, length, heads, width = 2, 5, 3, 4
-
-    def expected(x: Tensor, heads: int) -> Tensor:
-        return torch.stack(x.chunk(heads, dim=-1), dim=1)  # [B, H, S, D]
-
-    x = random(batch, length, heads * width).to(device())
-    with (
-        report.property(
-            "gives head h channels h*D to (h+1)*D, as [B, H, S, D]",
-            hint="cut the last dimension in two (heads first), then swap heads with the sequence; "
-            "a view to [B, H, S, D] straight away mixes tokens",
-        ),
-        unchanged("split_heads", x),
-    ):
-        close(answer(x, heads), expected(x, heads), "the result", tolerance=0)
-    with report.property(
+    x = random(2, 5, 12)
+    it = report.function(answer, lambda x, num_heads: torch.stack(x.chunk(num_heads, -1), 1))
+    it.value(
+        "gives head h channels h*D to (h+1)*D, as [B, H, S, D]",
+        (x, 3),
+        hint="cut the last dimension in two (heads first), then swap heads with the sequence; "
+        "a view to [B, H, S, D] straight away mixes tokens",
+    )
+    it.view(
         "copies nothing when the input is contiguous",
+        (x, 3),
         hint="use unflatten, then transpose: contiguous(), and reshape after a transpose, copy",
-    ):
-        expect(_shares(answer(x, heads), x), "the result lies in new memory")
-    with report.property(
+    )
+    it.value(
         "takes inputs of any strides, and sizes of 0 and 1",
+        *(
+            (y, 3)
+            for y in [*strided(2, 5, 12), random(2, 1, 12), random(0, 5, 12), random(2, 5, 3)]
+        ),
+        (x, 1),
         hint="unflatten splits one dimension and works with any strides; -1 in a view can't be "
         "inferred where another size is 0",
-    ):
-        for y in (
-            random(length, batch, heads * width).transpose(0, 1),
-            random(heads * width, length, batch).permute(2, 1, 0),
-            random(batch, length, 2 * heads * width)[..., ::2],
-            random(batch, 1, heads * width),
-            random(0, length, heads * width),
-            random(batch, length, heads),
-        ):
-            y = _placed(y)
-            close(answer(y, heads), expected(y, heads), f"for strides {y.stride()} the result")
-        close(answer(x, 1), x[:, None], "with one head the result")
-    with report.property("keeps the dtype", hint=DTYPE):
-        for y in _dtypes(x):
-            close(answer(y, heads), expected(y, heads), f"the result for {y.dtype}")
-    with report.property(
-        "passes the gradient back to where each value came from",
-        hint=DIFFERENTIABLE,
-    ):
-        _same_gradient(lambda y: answer(y, heads), lambda y: expected(y, heads), x)
-    with report.property(
+    )
+    it.dtypes("keeps the dtype", (x, 3), hint=DTYPE)
+    it.gradient(
+        "passes the gradient back to where each value came from", (x, 3), hint=DIFFERENTIABLE
+    )
+    it.refuses(
         "refuses channels that don't divide by the heads with a ValueError",
+        ((x, 5), "12 channels for 5 heads"),
         hint="raise ValueError with one sentence when x.shape[-1] % num_heads is not 0",
-    ):
-        refuses(answer, x, 5, what="12 channels for 5 heads")
+    )
 
 
 @check("merge_heads")
