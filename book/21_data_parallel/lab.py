@@ -179,7 +179,7 @@ except sb.RankError as error:
 #
 # <details><summary>Hint</summary>
 #
-# 2, 2 and 12 bytes a parameter. Stage 1 cuts the optimizer's, stage 2 the gradients as well, stage 3
+# 2, 2 and 12 bytes per parameter. Stage 1 cuts the optimizer's, stage 2 the gradients as well, stage 3
 # the parameters as well. Round the number of elements, then multiply.
 # </details>
 

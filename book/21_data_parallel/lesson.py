@@ -366,7 +366,8 @@ for normalise in (False, True):
 # Nothing crashes, the loss goes down, and every token of rank 3 weighs four times as much as one of
 # rank 0. The same happens between micro-batches. The cure is to divide by the number of tokens of
 # *all* ranks, which costs an all-reduce of one number. Trainers keep meeting this one
-# ([prime-rl#1957](https://github.com/PrimeIntellect-ai/prime-rl/pull/1957)).
+# ([prime-rl#2562](https://github.com/PrimeIntellect-ai/prime-rl/pull/2562): first its supervised trainer,
+# then its reinforcement trainer, came to one all-reduced count).
 #
 # ## ZeRO: after the reduce-scatter, a rank needs its part only
 #
@@ -604,8 +605,8 @@ print("one process  ", round(nn.utils.clip_grad_norm_(whole.parameters(), 0.1).i
 
 # %% [markdown]
 # Reported in the wild: replicas counted twice
-# ([NeMo RL#3788](https://github.com/NVIDIA-NeMo/RL/issues/3788)), the wrong group
-# ([VeOmni#184](https://github.com/ByteDance-Seed/VeOmni/pull/184)). Not every local number is this bug:
+# ([NeMo RL#3788](https://github.com/NVIDIA-NeMo/RL/pull/3788)), the wrong group
+# ([VeOmni#184](https://github.com/ByteDance-Seed/VeOmni/issues/184)). Not every local number is this bug:
 # `item()` of a norm that is a `DTensor` gives this rank's part
 # ([pytorch#144054](https://github.com/pytorch/pytorch/issues/144054)), so a log can be wrong where the
 # clipping is right. `full_tensor()` gives the whole.

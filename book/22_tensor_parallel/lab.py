@@ -268,7 +268,7 @@ check.parallel_attention(ParallelAttention)
 # ## Exercise 5: the vocabulary
 #
 # The embedding looks up what this rank has and contributes zeros for the rest. The loss needs the
-# largest logit, the sum of exponentials and the target's logit, each of one value a token.
+# largest logit, the sum of exponentials and the target's logit, each of one value per token.
 #
 # Predict the bytes of the three all-reduces for 40 tokens in fp32, a vocabulary of 128,000, 4 ranks.
 

@@ -352,7 +352,7 @@ except sb.RankError as error:
 #
 # `loss = log(sum of exp(z_j)) - z_target`
 #
-# needs two sums over the vocabulary, of one value a token, and for safety the largest logit. That
+# needs two sums over the vocabulary, of one value per token, and for safety the largest logit. That
 # is three all-reduces of `B S` values and no gather of `B S V`:
 
 
@@ -594,7 +594,9 @@ print("drifted:", ", ".join(names))
 # residual), every rank must draw the same mask. On one that is *cut* (hidden features, attention
 # weights of its own heads), every rank must draw a different one. One seed for all ranks does the
 # first, a seed for each rank the second; a model needs both at once, so it keeps two generators
-# (Megatron-LM's `model-parallel-rng`, reported broken in [Megatron-LM#1256](https://github.com/NVIDIA/Megatron-LM/issues/1256)).
+# (Megatron-LM's second is called `model-parallel-rng`; under sequence parallelism it went unused from
+# June 2023 on, an `and` where a comma was meant,
+# [Megatron-LM#1256](https://github.com/NVIDIA/Megatron-LM/issues/1256)).
 
 
 # %%

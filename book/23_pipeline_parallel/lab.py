@@ -7,7 +7,7 @@
 #
 # A schedule is a list for each stage of what it computes, in order: `("F", 3, 0)` is the forward of
 # micro-batch 3 in chunk 0, `("B", 3, 0)` its backward. p is the number of stages, m that of
-# micro-batches, v that of chunks a stage; chunk c of stage s is block `c p + s` of the model.
+# micro-batches, v that of chunks on each rank; chunk c of stage s is block `c p + s` of the model.
 
 # %%
 import shardbook as sb
@@ -101,7 +101,7 @@ check.interleaved(interleaved)
 # *different* ranks. It raises ValueError for a schedule that can't go on, or in which a stage does
 # not do everything exactly once.
 #
-# First predict: 6 stages, 12 micro-batches. What share is idle? And with 3 chunks a stage?
+# First predict: 6 stages, 12 micro-batches. What share is idle? And with 3 chunks on each rank?
 
 # %% predict="plain chunked"
 plain = 5 / (12 + 5)
@@ -354,7 +354,7 @@ plt.show()
 # %% [markdown]
 # ## On a real cluster
 #
-# - Put the cut between servers: a boundary carries `b s h` elements a micro-batch, whatever the
+# - Put the cut between servers: a boundary carries `B S D` elements per micro-batch, whatever the
 #   number of layers behind it.
 # - Put these functions into a `.py` file that ends in `sb.run(…)` (chapter 02 has an example) and start
 #   it with `torchrun` on two hosts; `sb.run` uses the ranks that torchrun made. On an NPU the messages are HCCL's, on a CUDA device NCCL's, and your code names neither.

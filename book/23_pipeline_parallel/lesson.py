@@ -580,7 +580,7 @@ except sb.RankError as error:
 # - **Wiped gradients.** A step must add to `.grad`. A library that re-initialised its stages whenever
 #   the sequence length changed cleared gradients in between; only the last part of an accumulated
 #   batch trained, and the loss, which is summed apart, looked fine
-#   ([Automodel#3530](https://github.com/NVIDIA-NeMo/Automodel/pull/3530)).
+#   ([Automodel#3530](https://github.com/NVIDIA-NeMo/Automodel/pull/3530); the norm of the gradients showed it).
 # - **The gap in the list is not the bubble.** PyTorch pads its lists with `None` to draw them. Count
 #   those and you get a wrong bubble: simulate.
 #

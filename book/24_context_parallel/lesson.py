@@ -60,7 +60,7 @@ from shardbook.tracing import merge
 #
 # We count what autograd keeps for backward in the small model, for one sequence of growing length:
 # with attention written out as `softmax(q k^T) v`, with attention that keeps only q, k, v, the
-# output and one number a query, and with the latter on four ranks that hold a quarter of the
+# output and one number per query, and with the latter on four ranks that hold a quarter of the
 # sequence each.
 
 
@@ -441,7 +441,8 @@ except sb.RankError as error:
 
 # %% [markdown]
 # - **Heads.** Ulysses ends where P exceeds the heads. Fewer kv heads than ranks have to be copied
-#   ([LLaMA-Factory#10794](https://github.com/hiyouga/LLaMA-Factory/issues/10794) reports what happens else), and the traffic stops falling: 4, 2 and
+#   (else some ranks are dealt none and the all-to-all fails,
+#   [LlamaFactory#10794](https://github.com/hiyouga/LlamaFactory/pull/10794)), and the traffic stops falling: 4, 2 and
 #   1 kv heads cost the same here. A ring sends exactly the kv heads there are.
 # - **Ranks.** Per rank and in units of `B S d` values, a ring sends `2 Hkv (P-1)/P`, which hardly
 #   depends on P, Ulysses `(2H + 2Hkv) (P-1)/P²`, which falls. With Hkv = H the two are equal at
@@ -451,7 +452,7 @@ except sb.RankError as error:
 #
 # When does a ring hide everything? A step of two-byte numbers sends `2 * 2 Hkv c d` bytes for a
 # chunk of c = S/P tokens and computes `4 H c² d` FLOPs, half of it under a causal mask in zigzag.
-# Without mask and with Hkv = H: c must be at least FLOPs a second over bytes a second.
+# Without mask and with Hkv = H: c must be at least FLOPs per second over bytes per second.
 
 
 # %%
@@ -496,15 +497,18 @@ plt.show()
 # heads on a fast link the ring has little to hide. Both at once, on a mesh: the next section.
 #
 # xDiT publishes both for a diffusion transformer, where no mask unbalances the ring: Flux.1-dev on
-# H100s takes 4.30 s on one device, 1.63 s with Ulysses on four, 1.98 s with a ring on four (xDiT's
-# performance pages). 4,096 image tokens at 1024 x 1024 are 1,024 a rank: by the line above a ring
+# H100s, compiled, takes 4.30 s on one device; on two 2.68 s with Ulysses and 2.60 s with a ring; on
+# four 1.63 s with Ulysses and 1.98 s with a ring
+# ([xDiT's page on Flux](https://github.com/xdit-project/xDiT/blob/main/docs/performance/flux.md)).
+# 4,096 image tokens at 1024 x 1024 are 1,024 on each rank: by the line above a ring
 # on NVLink is not hidden.
 #
 # ### Both: the inner group trades heads, the outer one is a ring
 #
 # The order of positions has to be that of the *outer* ring: shard in a zigzag over the outer group,
 # then cut each shard contiguously over the inner. Dealing the zigzag over all ranks looks right and
-# is a wrong mask, in silence ([long-context-attention#53](https://github.com/feifeibear/long-context-attention/issues/53)).
+# is a wrong mask, in silence. ([long-context-attention#53](https://github.com/feifeibear/long-context-attention/issues/53)
+# asks about it; the answer is that the input has to be reordered for both degrees before attention.)
 
 
 # %%
@@ -629,9 +633,9 @@ for prompt, how, ok, size, loss in sb.run(all_gradients, world_size=4).values[0]
 # A factor of P hides behind Adam. A mean of means is right until a prompt or padding makes the
 # counts differ: 2 % of size at first, a quarter when rank 0 has nothing that counts. Its mean is
 # over nothing, so its loss is nan while its gradients are 0, and averaging counts it all the same.
-# Divide the sum by the count of all ranks. (Reports: [Megatron-LM#673](https://github.com/NVIDIA/Megatron-LM/issues/673) and
-# [#906](https://github.com/NVIDIA/Megatron-LM/issues/906),
-# [verl#5983](https://github.com/volcengine/verl/issues/5983).)
+# Divide the sum by the count of all ranks. (Cases: the factor of P, fixed after
+# [Megatron-LM#906](https://github.com/NVIDIA/Megatron-LM/issues/906); a wrong scale together with
+# labels that were shifted after sharding, [verl#4250](https://github.com/verl-project/verl/pull/4250).)
 #
 # ### Cut twice
 #
@@ -788,8 +792,8 @@ plt.show()
 # %% [markdown]
 # The forward pass is right, nothing raises, nothing is nan, the loss falls like the right one and
 # then stops too early. Inference tests pass. huggingface/diffusers had exactly this: its backward
-# kernels read K and V from `ctx.saved_tensors` in every step of the ring ([issue #14265](https://github.com/huggingface/diffusers/issues/14265), met in
-# [Automodel#3157](https://github.com/NVIDIA-NeMo/Automodel/issues/3157)). [Megatron-LM#1464](https://github.com/NVIDIA/Megatron-LM/issues/1464) reports wrong dq, dk, dv under context
+# kernels read K and V from `ctx.saved_tensors` in every step of the ring ([diffusers#14265](https://github.com/huggingface/diffusers/issues/14265), met in
+# [Automodel#3157](https://github.com/NVIDIA-NeMo/Automodel/pull/3157)). [Megatron-LM#1464](https://github.com/NVIDIA/Megatron-LM/issues/1464) reports wrong dq, dk, dv under context
 # parallelism. The test that finds it is short: out *and* gradients of P ranks against one process,
 # on random data, for P > 1.
 #
@@ -842,7 +846,7 @@ for ranks in (1, 2, 4, 8, 16, 32):
 # | published | figure | source |
 # |---|---|---|
 # | ring, zigzag, stripe, 8 H800, forward + backward | 53.9, 90.2, 82.9 % of ideal | ring-flash-attention's README |
-# | Flux.1-dev, H100: 1, Ulysses-4, Ring-4 | 4.30, 1.63, 1.98 s | xDiT's performance pages |
+# | Flux.1-dev, compiled, H100: 1; Ulysses-2, Ring-2; Ulysses-4, Ring-4 | 4.30; 2.68, 2.60; 1.63, 1.98 s | xDiT's page on Flux |
 # | Ours, time of zigzag over contiguous, 4 paced ranks | predicted 2.25 blocks of 4 = 0.5625, measured 0.57 | this page |
 #
 # Now write it: [the lab](../labs/24_context_parallel.ipynb). Then

@@ -411,7 +411,7 @@ for optimizer, whole in wholes.items():
 # SGD shows it: experts learn with four times the learning rate. AdamW divides by the gradient's size
 # and hides it, which is how it stays unseen in real code: [megablocks#86](https://github.com/databricks/megablocks/issues/86) (explains the
 # division), [pytorch#160285](https://github.com/pytorch/pytorch/issues/160285) (doubled at EP = 2, "loss curves are equivalent"),
-# [DeepSpeed#6546](https://github.com/deepspeedai/DeepSpeed/issues/6546). It comes out when gradients are *clipped*: the norm is dominated by the
+# [DeepSpeed#6546](https://github.com/deepspeedai/DeepSpeed/pull/6546) (the fix). It comes out when gradients are *clipped*: the norm is dominated by the
 # experts and everything else is scaled down with them. And the norm itself needs a sum over the ranks
 # for experts, not for the layers that all hold. Test for it as above: SGD, one process beside P ranks.
 #
@@ -629,7 +629,7 @@ for skip in (True, False):
 # | DeepSeek-V3, 256 experts, k = 8, experts over 64 GPUs of 8 hosts | 671B parameters, a token meets 37B | arXiv 2412.19437 |
 # | Switch Transformer | capacity factors 1.0 to 1.25, balance loss times 0.01 | arXiv 2101.03961 |
 # | DeepEP's first version (V1) on H800, 8 ranks, 4096 tokens of 7168, k = 8, fp8 out, bf16 home | dispatch 153, combine 158 GB/s of about 160 (NVLink) | DeepEP, docs/legacy.md |
-# | the same, 64 ranks | dispatch 51, combine 50 GB/s (RDMA, 50 GB/s a card) | DeepEP, docs/legacy.md |
+# | the same, 64 ranks | dispatch 51, combine 50 GB/s (RDMA, 50 GB/s per card) | DeepEP, docs/legacy.md |
 #
 # Ours beside the first two: how much of the model does a token meet?
 

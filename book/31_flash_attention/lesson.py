@@ -232,7 +232,7 @@ for n in (512, 2048, 8192):
 # %% [markdown]
 # ## Roofline
 #
-# A device does at most `peak` operations and moves at most `bandwidth` bytes a second. A workload of
+# A device does at most `peak` operations and moves at most `bandwidth` bytes per second. A workload of
 # I operations per byte reaches at most `min(peak, I * bandwidth)`. Below the corner memory is the limit,
 # above it arithmetic. Where do attention and its neighbours stand (bf16, d = 128, N = 8192)?
 
@@ -268,7 +268,7 @@ plt.show()
 #
 # ## Backward
 #
-# The weights were never stored. Forward keeps the output and one number a row, the log-sum-exp;
+# The weights were never stored. Forward keeps the output and one number per row, the log-sum-exp;
 # backward computes a tile's weights again as `exp(scores - lse)`. That is more arithmetic, less
 # memory, and faster where memory is the limit. In five lines, with scores `s = scale q k^T`, weights
 # `p = exp(s - lse)`, output `out = p v` and the output's gradient `g`:
@@ -318,7 +318,7 @@ for scale in (1.0, 8.0):
 # | device | call | layout | trap |
 # |---|---|---|---|
 # | any | `F.scaled_dot_product_attention` | [B, H, S, D] | `is_causal` is top-left; a bool mask is True where a query *may* look |
-# | NPU | `torch_npu.npu_fusion_attention(q, k, v, head_num, input_layout, …)` | "BNSD", "BSH", … | `scale` defaults to 1; the mask is True where a query may *not* look and does not broadcast ([diffusers#13451](https://github.com/huggingface/diffusers/issues/13451), [#14396](https://github.com/huggingface/diffusers/issues/14396)); `pre_tockens`, `next_tockens` are spelt like this |
+# | NPU | `torch_npu.npu_fusion_attention(q, k, v, head_num, input_layout, …)` | "BNSD", "BSH", … | `scale` defaults to 1; the mask is True where a query may *not* look and does not broadcast ([diffusers#13451](https://github.com/huggingface/diffusers/pull/13451), an error); an additive mask turned into bool means the opposite ([#14396](https://github.com/huggingface/diffusers/pull/14396), silent); `pre_tockens`, `next_tockens` are spelt like this |
 # | CUDA | `flash_attn_func(q, k, v, causal=)` | [B, S, H, D] | bottom-right since 2.1, top-left before |
 #
 # `shardbook.attention.attend` takes the kernel at hand and gives the same result everywhere.
@@ -366,8 +366,8 @@ print(f"tiled / MATH at 2,048 tokens, causal: {ours / math_path:.2f}")
 #   `npu_fused_infer_attention_score` ignores a bool mask [1, 1, 1, T] beyond key 512
 #   ([vllm-ascend#15503](https://github.com/vllm-project/vllm-ascend/issues/15503)). All give numbers,
 #   not errors: compare with `flash_attention` above, on small shapes and on one long one.
-# - **CUDA.** FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv 2307.08691), FlashAttention-3
-#   75 % of an H100's in fp16 (arXiv 2407.08608).
+# - **CUDA.** FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv 2307.08691) and about 35 % of
+#   an H100's; FlashAttention-3 reaches up to 75 % there in fp16, 740 TFLOP/s (arXiv 2407.08608).
 # - **Many ranks.** The log-sum-exp that backward needs is also what lets ranks merge their parts: that
 #   was chapter 24. Tensor parallelism (chapter 22) cuts the heads and leaves the kernel as it is.
 #

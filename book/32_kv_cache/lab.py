@@ -170,7 +170,7 @@ print(*said, "  tokens in the cache:", length)
 # %% [markdown]
 # ## Exercise 3: generate
 #
-# Greedy: always the most likely token. Prefill once, then one token a step. Negative ids on the left
+# Greedy: always the most likely token. Prefill once, then one token per step. Negative ids on the left
 # of a prompt are padding, and a row says what it would say alone: its first real token has position
 # 0. After `eos` a row is filled with `eos` while the others go on.
 #
@@ -368,7 +368,7 @@ print(f"{kv_cache_bytes(32, 8, 128, 4096, 64, 2) / 2**30:.0f} GiB of cache for 6
 # %% [markdown]
 # ## On a real cluster
 #
-# - Devices need 150 to 300 FLOPs a byte to be busy with arithmetic (the lesson's roofline has the
+# - Devices need 150 to 300 FLOPs per byte to be busy with arithmetic (the lesson's roofline has the
 #   sources). You just computed that this decode step never gets there: buy bandwidth, not FLOP/s, or
 #   read fewer bytes (fewer kv heads, a window, eight bits).
 # - With tensor parallelism each rank makes *your* `KVCache` with its own kv heads, and nothing else

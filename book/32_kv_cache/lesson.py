@@ -4,7 +4,7 @@
 # After this chapter you can
 # - generate text without computing any token twice, and prove that nothing changed,
 # - give every row of a batch its own length and position, also after a rejected guess,
-# - say how many bytes a token of context costs, and what grouped queries, a window and tensor
+# - say how many bytes each token of context costs, and what grouped queries, a window and tensor
 #   parallelism do to that number,
 # - tell why decoding waits for memory on every device, and what helps.
 #
@@ -232,7 +232,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# ## One position a row
+# ## A position for each row
 #
 # A batch has prompts of different lengths, so its shorter rows are padded, by custom on the left.
 # The text of a row must not depend on its company: padding is not seen, and not counted. The first
@@ -298,8 +298,8 @@ for row in range(3):
 # %% [markdown]
 # Only the longest row computes what it should. Its neighbours may still say the right number, by luck,
 # which is why a test should compare logits and not texts. The same in public code:
-# [unsloth#3699](https://github.com/unslothai/unsloth/issues/3699) (one position for all rows of a batch), [tiny-llm#46](https://github.com/skyzh/tiny-llm/issues/46) (the offset grew by
-# the prompt's length at each step).
+# [unsloth#3699](https://github.com/unslothai/unsloth/issues/3699) (one position for all rows of a batch), [tiny-llm#46](https://github.com/skyzh/tiny-llm/pull/46) (after the first
+# new token the offset grew by the prompt's length once more).
 #
 # A batch of one shows none of this. Test a cache with rows of different lengths.
 #
@@ -470,7 +470,7 @@ fig.axes[0].legend(fontsize=8, loc="upper left")
 plt.show()
 
 # %% [markdown]
-# The corner of every device lies at more than a hundred FLOPs a byte. A batch shares the reading of
+# The corner of every device lies at more than a hundred FLOPs per byte. A batch shares the reading of
 # the weights, so it helps, until the cache is larger than the weights: a row's cache is shared with
 # nobody. With contexts of 4,096 this model never leaves the sloped part, with any batch. Prefill of
 # the same length is far on the flat part. The two phases want different things, and large
@@ -491,7 +491,7 @@ for name, (peak, bandwidth) in DEVICES.items():
 #
 # More devices have more bandwidth together. Tensor parallelism (chapter 22) cuts weights and heads,
 # and the cache with the heads: a rank keeps keys and values of its own kv heads and nobody sends
-# any. What travels is the activations, one token a row. Predict the bytes all-reduced in a step
+# any. What travels is the activations, one token per row. Predict the bytes all-reduced in a step
 # with 3 rows (2 layers, D = 64, fp32), and each rank's cache of 24 positions on 1, 2 and 4 ranks.
 
 # %% predict="reduced caches"
@@ -568,7 +568,7 @@ print(kv_cache_bytes(40, 40, 128, 1, 1, 2) // 1024, "KiB")
 #
 # - **Blocks.** A cache of `max_len` is room mostly unused. Cut into blocks that are handed out when
 #   needed, as pages are, it holds more rows, and rows that begin alike can share.
-# - **Batching.** Rows end at different times. With a length a row, a finished one can be replaced in
+# - **Batching.** Rows end at different times. With a length for each row, a finished one can be replaced in
 #   the middle of the others.
 # - **Speculation.** The truncation above, with a small model that guesses and a rule that keeps the
 #   distribution of the large one.
