@@ -728,7 +728,10 @@ for pair in pairs:
         print(f"{name:28} {abs(loss - found[pair[0]][0]) < 1e-4!s:9} {sent:12.2f} {kept:12.2f}")
 
 # %% [markdown]
-# Read the differences.
+# Read the differences. One figure above is too low: all six run in the same process, and what the DDP
+# run before it still held was subtracted from `ZeroAdamW`. By the table of the stages it holds 4 bytes
+# of parameter, 4 of gradient and 8/P of moments: 10 on four ranks.
+#
 # - DDP keeps its buckets, 4 bytes per parameter, beside the gradients (`gradient_as_bucket_view=True`
 #   makes one of the two).
 # - `ZeroRedundancyOptimizer` leaves the averaging to DDP, an all-reduce, and then each rank

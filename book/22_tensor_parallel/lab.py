@@ -237,7 +237,8 @@ except sb.RankError as error:
 #
 # `causal_attention(q, k, v)` takes `[B, H, S, d]` and fewer kv heads than heads; the reference
 # rotates q and k with `rotate(q, positions)` if the call gives positions, as the small model does.
-# `partial` is the part between f and g; keep it apart, exercise 6 shows why.
+# `partial` is the part between f and g. Keep it apart: under sequence parallelism (exercise 6) an
+# all-gather and a reduce-scatter take the places of f and g, and `partial` stays.
 #
 # <details><summary>Hint 1</summary>
 #

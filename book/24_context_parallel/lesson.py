@@ -130,6 +130,10 @@ sb.predict("of the activations, on each of 4 ranks", predicted, measured)
 # Weights are whole. Embedding, norms, MLP and loss treat every token by itself and notice nothing.
 # Attention does: a query on rank 0 needs the keys on rank 3.
 #
+# (A matter of names: Megatron-LM's *sequence parallelism* of chapter 22 cuts tokens only where tensor
+# parallelism leaves them whole, and attention still sees all tokens of its heads. *Context
+# parallelism* cuts them everywhere. DeepSpeed calls the latter sequence parallelism as well.)
+#
 # **Ring attention** (arXiv 2310.01889) leaves queries where they are and sends keys and values
 # round: in each step a rank computes with the block it has while that block is on its way to the
 # next rank and another arrives. The picture is the matrix of scores: a row of queries has the
