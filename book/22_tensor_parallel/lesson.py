@@ -346,7 +346,8 @@ except sb.RankError as error:
 # ## The vocabulary
 #
 # The embedding and the head, cut by rows of the vocabulary, are often the largest single weights of
-# a model (not of ours, with its 64 words). A rank looks up the tokens it has, gives zeros for the others, and `g` sums.
+# a model (not of ours, with its 64 words). A rank looks up the tokens it has, gives zeros for the
+# others, and `g` sums.
 #
 # The loss is the interesting end. Logits `[B, S, V/P]` could be gathered, but
 #

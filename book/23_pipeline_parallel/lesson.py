@@ -195,8 +195,9 @@ print(f"closed form: {predicted:.3f}; with {message:.1f} ms a message: {slower:.
 # [PipeDream](https://arxiv.org/abs/1806.03377)'s, which never stops to empty the pipe and computes
 # with weights of several ages. With one optimizer step after all micro-batches, as here and in most
 # frameworks, it is [PipeDream-Flush](https://arxiv.org/abs/2006.09503) or
-# [DAPPLE](https://arxiv.org/abs/2007.01045). Stage s runs p-s-1 forwards to fill the pipe, then one of each in turn. It can
-# never have more than **p-s** micro-batches alive, however many there are.
+# [DAPPLE](https://arxiv.org/abs/2007.01045).
+#
+# Stage s runs p-s-1 forwards to fill the pipe, then one of each in turn. It can never have more than **p-s** micro-batches alive, however many there are.
 
 # %%
 draw_schedules(
