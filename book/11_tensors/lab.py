@@ -231,7 +231,7 @@ print("tokens:", tuple(tokens.shape))
 # ## Exercise 6: windows on the same memory
 #
 # `[S, D]` to `[W, size, D]`: window w is rows w*step to w*step+size. Local attention and
-# convolution look at sequences so. No value is copied, whatever the strides of x.
+# convolution see sequences this way. No value is copied, whatever the strides of x.
 #
 # Predict before you write: x has 1,000 rows of 16 floats. How many bytes of memory do windows of
 # 64 rows every 1 row hold? How many would a copy of them hold?

@@ -56,8 +56,8 @@ plt.show()
 # second row: the first row of `x.T` is blue, every fourth place of the memory, because its inner
 # stride is 4.
 #
-# A stride may be 0: `expand` repeats a row without repeating it. And memory may be read twice:
-# windows that overlap.
+# A stride may be 0: `expand` shows a row many times without copying it. And memory may be read
+# twice: windows that overlap.
 
 # %%
 row = torch.arange(8, device=device)
@@ -271,8 +271,9 @@ for length in (12, 10, 9, 5, 2):
 # ## What does a copy cost?
 #
 # A view costs the same for one element and for a million. A copy reads and writes every byte, so
-# its time is twice the bytes over the memory bandwidth. Timings differ from run to run; the ratio
-# is the point.
+# it can't be faster than twice the bytes over the memory bandwidth. The two copies below also get
+# fresh memory, whose pages the operating system fills in at the first touch; that is most of what
+# `clone` costs here, and far from the bandwidth of the memory. Timings differ from run to run.
 
 # %% tags=["nbval-ignore-output"]
 import time
@@ -295,7 +296,8 @@ print(f"transpose().contiguous() {milliseconds(lambda: big.T.contiguous()):7.3f}
 
 # %% [markdown]
 # The transposing copy is slower than the plain one though both move the same bytes: it reads along
-# rows and writes along columns, and memory is fetched in lines of neighbouring bytes.
+# rows and writes along columns, and memory is fetched in lines of neighbouring bytes. Into memory
+# that has been touched before (`out.copy_(…)`) both are faster and lie further apart: try it.
 #
 # ## On a real cluster
 #
@@ -315,11 +317,14 @@ print(f"a copy moves {2 * nbytes / 1e9:.3f} GB, at 3.35 TB/s {2 * nbytes / 3.35e
 #
 # **NPU.** Besides strides, an Ascend tensor has a storage *format*: ND is the plain row-major one
 # of this chapter, NZ and 5HD are tiled for the matrix unit. torch_npu converts between them on its
-# own, which shows as TransData in a profile. Private formats have broken reshapes and 3-D
-# convolutions in public reports ([Ascend/pytorch#73](https://github.com/Ascend/pytorch/issues/73),
-# [#85](https://github.com/Ascend/pytorch/issues/85)); `torch.npu.config.allow_internal_format =
-# False` keeps to ND while you look for such an error. Many NPU kernels want contiguous inputs, so
-# torch_npu inserts the copy for you: a permute that was free on paper is a kernel in the trace.
+# own, which shows as TransData in a profile. Where it falls back to `as_strided` it warns, and
+# names `torch.npu.config.allow_internal_format = False`, which keeps to ND, as what to try if
+# values are off (in the log of [ComfyUI#7499](https://github.com/Comfy-Org/ComfyUI/issues/7499)).
+# It is a switch to try, not a cure: with private formats Open-Sora's 3-D convolutions ran very
+# slowly, without them the grouped one raised on CANN 8.0
+# ([Ascend/pytorch#85](https://github.com/Ascend/pytorch/issues/85)). Many NPU kernels want
+# contiguous inputs, so torch_npu inserts the copy for you: a permute that was free on paper is a
+# kernel in the trace.
 #
 # **CUDA.** Kernels are fast when neighbouring threads read neighbouring addresses ("coalesced" in
 # the CUDA C++ programming guide), so the innermost stride should be 1. Triton and CUDA kernels
@@ -328,7 +333,8 @@ print(f"a copy moves {2 * nbytes / 1e9:.3f} GB, at 3.35 TB/s {2 * nbytes / 3.35e
 #
 # **Many hosts.** NCCL, HCCL and Gloo take a pointer and a count: they know no strides. A
 # transposed tensor is copied or refused. That is why a tensor-parallel layer keeps its shard as
-# its own contiguous parameter and why chapter 13 begins with `contiguous()`.
+# its own contiguous parameter, and why collectives written by hand receive into fresh contiguous
+# buffers (chapter 13).
 #
 # Next: the [lab](../labs/11_tensors.ipynb). Then [chapter 12](12_tracing.ipynb) looks at a whole
 # model.

@@ -87,8 +87,9 @@ print("it survives the way back:", round(now / 1000 * 1000) == now)
 
 # %% [markdown]
 # At 1.8e15 a float has steps of 0.25: a quarter of a microsecond. With the nanoseconds goes the
-# nesting of short calls, and Perfetto drops a slice that sticks out of the one it began in, without
-# a word. Times rounded to two digits have the same fate.
+# nesting of short calls, and Perfetto drops a slice that sticks out of the one it began in: its
+# overview counts that among the trace's errors, the timeline shows nothing. Times rounded to two
+# digits have the same fate.
 #
 # <details><summary>Hint 1</summary>
 #

@@ -115,7 +115,9 @@ t
 #   weight's.
 # - The curve is the memory of this process.
 #
-# The table has the same numbers module by module. `t.table().rows` is a list of dicts.
+# The table has the same numbers module by module. `t.table().rows` is a list of dicts. Its column
+# of FLOPs lacks what attention itself computes: scores and projections are no modules that are
+# called here. `sb.trace(layer, flops=True)`, as in `counted` above, counts every operator.
 
 # %% tags=["nbval-ignore-output"]
 t.table()
@@ -152,8 +154,8 @@ for length in (32, 512, 4096, 32768):
     print(f"S = {length:>6,}: scores are {100 * scores / (weights + scores):4.1f} % of attention")
 
 # %% [markdown]
-# At 32 tokens the scores are nothing, at 32,768 they are nearly everything: the same figure, another
-# computation. That is why chapters 24 and 31 exist.
+# At 32 tokens the scores are 3 % of attention, at 32,768 they are nearly everything: the same figure,
+# another computation. That is why chapters 24 and 31 exist.
 #
 # Does time follow FLOPs? Of each module: its share of the parameters, of the FLOPs, and of the time
 # of the fastest of five runs.
@@ -176,16 +178,18 @@ plot.bars(shares, "% of the layer", "Where parameters, FLOPs and time are")
 plt.show()
 
 # %% [markdown]
-# Norms have no parameters to speak of and no matrix product, yet they take time, little here: they
-# read and write the whole activation and compute next to nothing on it. On an accelerator, whose
-# arithmetic is faster still against its memory, their share grows. FLOPs are a promise, time is a
-# measurement.
+# Here time follows FLOPs, roughly: `self_attn` takes more than its share (small products, and the
+# copies between them), the two linear layers less, and the matrix products nearly all of it. Norms
+# have almost no parameters and no matrix product, yet they cost time: they read and write the whole
+# activation and compute next to nothing on it. On an accelerator, where memory is slower relative
+# to arithmetic, their share grows. FLOPs are a promise, time is a measurement.
 #
 # ## The whole model of the paper
 #
 # Six encoder layers, six decoder layers (with a second attention and a third norm) and one
-# embedding that is shared with the output: the paper gives 65 million (table 3) for a vocabulary of
-# "about 37000 tokens".
+# embedding that is shared with the output. The paper gives 65 million (table 3), for a vocabulary of
+# "about 37000 tokens". Counted from these parts it is 63.1 million, 3 % less; the paper does not say
+# how it counted or the exact vocabulary, and 1.9 million are 3,700 rows of the embedding.
 
 # %%
 with torch.device("meta"):  # shapes without memory
@@ -282,8 +286,9 @@ print("under sb.trace the same model runs:", t.table()[0]["calls"], "call")
 # passes through them.
 #
 # **The first run lies.** It allocates, picks kernels, fills caches. And **tracing costs**: here are
-# untraced and traced steps of a small layer, in turns. Measure with and without, as with any
-# instrument.
+# untraced, traced and profiled steps of the layer above (D = 512), in turns. Where steps scatter by
+# more than a tracer costs, a median can come out below the untraced one: that is noise, no tracer is
+# free. Measure with and without, several times, as with any instrument.
 
 
 # %% tags=["nbval-ignore-output"]

@@ -62,7 +62,7 @@ print("values by rank:", sb.run(hello, world_size=2).values)
 # %% [markdown]
 # The calls are torch.distributed's. Who carries them out is the *backend*:
 #
-# | library | for | links it uses | collectives |
+# | library | for | links it uses | collectives, or the algorithms its documents name |
 # |---|---|---|---|
 # | MPI | CPUs, the standard these names come from | all, by implementation | all, since 1994 |
 # | Gloo | CPUs, in every PyTorch build | TCP, also inside a host | all but a real reduce-scatter (see below) |
@@ -98,9 +98,14 @@ except sb.RankError as error:
     print("hung:", error.hung)
 
 # %% [markdown]
-# Each waits for the other to receive. Four floats are enough: how much a backend buffers is not
+# Each waits for the other to receive. Four floats are enough here: how much a backend buffers is not
 # part of any contract. Read the message: who waits in which call, for whom, in which line. With
-# NCCL or HCCL the same program prints nothing for minutes, then a timeout.
+# NCCL such a program may pass while messages are small, and hang when they are large or on a first
+# connection. This very program hangs in [nccl#479](https://github.com/NVIDIA/nccl/issues/479); sends
+# completed without their receive in [pytorch#138074](https://github.com/pytorch/pytorch/issues/138074)
+# (below 64 MB) and [nccl#544](https://github.com/NVIDIA/nccl/issues/544) (two of 512 KB); two ranks
+# connect at their first exchange, and a send is allowed to block until its receive is called
+# ([nccl#783](https://github.com/NVIDIA/nccl/issues/783)). A hang there prints nothing until a timeout.
 #
 # The remedy is to start the send and go on (`isend`), or to hand send and receive over together
 # (`batch_isend_irecv`), which is what all code below does.
@@ -347,8 +352,11 @@ print(f"alpha {alpha * 1e6:.0f} us, beta {beta / 1e9:.2f} GB/s")
 # - ring all-reduce: `2(P-1) (alpha + S / (P beta))`
 # - tree all-reduce (sum up the tree, broadcast down): `2 ceil(log2 P) (alpha + S / beta)`
 #
-# The formulas are those of Thakur, Rabenseifner and Gropp, *Optimization of Collective
-# Communication Operations in MPICH* (2005). The next picture is computed, not measured: 64 ranks,
+# The formulas are adapted from Thakur, Rabenseifner and Gropp, *Optimization of Collective
+# Communication Operations in MPICH* (2005), without the time for the additions. They suppose that
+# every rank has a core and a link of its own. The four ranks traced above share this machine's cores
+# and its memory, so their ring and star take longer than alpha and beta of one pair predict: several
+# times longer, and not by the same factor. The next picture is computed, not measured: 64 ranks,
 # alpha = 5 us, beta = 50 GB/s, about one 400 Gbit/s port each.
 
 
@@ -377,17 +385,19 @@ for world in (8, 64, 512):
     print(f"{world:4} ranks: the ring is faster from about {even / 1e6:.2f} MB on")
 
 # %% [markdown]
-# So libraries carry several algorithms and choose by size and world. NCCL adds double binary
-# trees, which keep the logarithm and the full bandwidth ([NCCL
+# So libraries carry several algorithms and choose by size and world. NCCL adds double binary trees,
+# which keep the logarithm and the full bandwidth ([NCCL
 # 2.4](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)); HCCL
-# chooses between ring, recursive halving-doubling, NHR and pipeline by topology, size and number
-# of servers, and `HCCL_ALGO` forces one.
+# chooses between ring, recursive halving-doubling, NHR, pipeline and others by topology, size and
+# number of servers, and `HCCL_ALGO` forces one ([its
+# page](https://www.hiascend.com/document/detail/zh/canncommercial/900/maintenref/envvar/envref_07_0079.html)).
 #
 # ## Do the bytes hold?
 #
-# The least that a rank must send, for a full tensor of S bytes, is a closed form. All-reduce is
-# twice everything else, because it is two of them. Measured on our own collectives, on 4 ranks,
-# 96,000 bytes:
+# The least that ranks must send, as a mean over ranks and without reduction in the network, is a
+# closed form of S, the bytes of the full tensor. (A mean: in a broadcast the ranks that only
+# receive send nothing.) All-reduce is twice everything else, because it is two of them. Measured on
+# our own collectives, on 4 ranks, 96,000 bytes:
 
 
 # %%
@@ -424,9 +434,9 @@ for op in by_rank[0]:
 # ## Nodes: not all links are equal
 #
 # Ranks in one node share a fast link, nodes a slow one. A flat ring crosses between nodes with the
-# whole 2(P-1)/P S, on one port. *Hierarchical*: reduce-scatter inside the node, then every rank
-# all-reduces its own piece with the ranks of the same place in other nodes, all ports at once,
-# then all-gather inside.
+# whole 2(P-1)/P S, and one ring does so on one port of a node (libraries run several rings).
+# *Hierarchical*: reduce-scatter inside the node, then every rank all-reduces its own piece with the
+# ranks of the same place in other nodes, all ports at once, then all-gather inside.
 
 
 # %%
@@ -471,8 +481,9 @@ for name, algorithm in {"flat ring": ring_all_reduce, "hierarchical": hierarchic
 #
 # ## Which strategy on which link?
 #
-# Psi parameters; b, s, h batch, sequence and hidden size; t, N, P group sizes. Volumes are
-# elements sent by a rank.
+# Psi parameters; b, s, h batch, sequence and hidden size; h_kv the width of all K heads (h, unless
+# several query heads share one); k experts a token; t, N, P group sizes. *tokens* are those of a rank
+# before routing. Volumes are elements sent by a rank.
 #
 # | strategy | collective | volume | how latency shows | placement |
 # |---|---|---|---|---|
@@ -485,7 +496,7 @@ for name, algorithm in {"flat ring": ring_all_reduce, "hierarchical": hierarchic
 # | data (21) | all-reduce of gradients | 2(N-1)/N Psi a step | hidden behind backward | between nodes |
 # | optimizer, ZeRO (21) | reduce-scatter, all-gather | 2(N-1)/N Psi; 3(N-1)/N Psi fully sharded | hidden by prefetching the next layer | between nodes |
 #
-# Rule: what is large *and* can't be hidden goes on the fast link. Tensor parallelism pays per
+# Rule: what is large *and* can't be hidden goes on the fast link. Tensor parallelism pays in every
 # layer, data parallelism once a step. Llama 3 orders its dimensions [TP, CP, PP, DP] from the
 # innermost to the outermost for this reason ([arXiv
 # 2407.21783](https://arxiv.org/abs/2407.21783)).
@@ -587,16 +598,18 @@ print("hosts:", sorted({line.split()[1] for line in lines}))
 # chapter's closed form.
 #
 # **NPU and HCCL.** Between the NPUs of a server HCCL picks the algorithm by topology and you can't
-# change it; between servers `HCCL_ALGO` can. A rank that stays away shows after
+# change it (`level0` takes only `NA`); between servers `HCCL_ALGO` can (`level1`), and between super
+# nodes (`level2`). A rank that stays away shows after
 # `HCCL_EXEC_TIMEOUT`, a connection that fails after `HCCL_CONNECT_TIMEOUT`. Reductions take int8
-# to int64, fp16, bf16 and fp32, so a sum in fp64 must be cast first, and of bools too if you want
-# their number. They are sum, product, min and max; torch_npu makes AVG of a sum and a division.
+# to int64, fp16, bf16 and fp32, so cast fp64 before a sum, and cast bools to int to count
+# them. They are sum, product, min and max; torch_npu makes AVG of a sum and a division.
 # `recv` needs a source: as with NCCL there is no "from any rank".
 #
 # **CUDA and NCCL.** `NCCL_DEBUG=INFO` prints the rings and trees that were chosen, and whether
 # GPUDirect RDMA is used (`GDRDMA` in the lines of a channel). Point-to-point calls run on a
-# stream: a `send` returns before the data has left, and the send/send deadlock above appears as
-# two kernels that never end.
+# stream: a `send` returns before the data has left. The send/send program above may pass while
+# messages are small; where it hangs, it appears as two kernels that never end, or as a first
+# connection that is never made.
 #
 # **Many hosts.** Set the interface (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`,
 # `HCCL_SOCKET_IFNAME`) where hosts have several; most "hangs at start" are the wrong one or a

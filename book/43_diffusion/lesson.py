@@ -98,7 +98,7 @@ plt.show()
 # ## Why latents?
 #
 # A transformer pays for tokens. Our image has 256 pixels; its latent has 4 x 4 places. The VAE is
-# run once a sample, the denoiser 20 times or more. So what is repeated should be small.
+# run once a sample, the denoiser 20 times or more. So make the repeated part small.
 
 
 # %%
@@ -427,8 +427,10 @@ print("flow matching ahead of DDPM, accuracy:", plain["accuracy"] > judged_ddpm[
 print("flow matching ahead of DDPM, FD:", plain["frechet"] < judged_ddpm[0]["frechet"])
 
 # %% [markdown]
-# The same network, data and steps: the straight path is learned faster and integrated with fewer
-# steps. That holds for this budget; with a longer training DDPM comes closer.
+# The same network, data, training steps and sampling steps, and flow matching is ahead. More sampling
+# steps do not close the gap: with 20, 50, 100 and 250 of them this DDPM's distance stays between 58
+# and 50 (measured apart, in a run like this one). It is a difference of what was learned in a short
+# training, and one run of each says nothing about long ones.
 #
 # ## Guidance 1 to 4
 #
@@ -516,12 +518,13 @@ for name, value in slips.items():
 # ## Is it the DiT?
 #
 # The strongest test of a model is somebody else's. diffusers has `DiTTransformer2DModel`; with our
-# trained weights in it, the outputs should be equal. Four things stand in the way, all silent:
+# trained weights in it, the outputs should be equal. Four things stand in the way, all silent (three
+# are diffusers', one is ours):
 #
 # 1. it repeats the embedders of time and label in every block: copy them into each;
 # 2. its time embedding divides by `half - 1` (`downscale_freq_shift=1`), DiT's by `half`;
 # 3. its `norm3` has an eps of 1e-5, DiT's norms 1e-6;
-# 4. its position table begins with columns, ours with rows.
+# 4. its position table begins with columns, as DiT's own code does; ours begins with rows.
 
 # %%
 warnings.filterwarnings("ignore", module="tqdm")  # diffusers' progress bar misses a widget
@@ -612,7 +615,7 @@ for explicit in (False, True):
 # %% [markdown]
 # ## Moving shapes: the same for videos
 #
-# A video is one axis more. Our set: three shapes, four directions, a pixel a frame; a label is a
+# A video adds one axis. Our set: three shapes, four directions, a pixel a frame; a label is a
 # shape and a direction. The judge is a classifier again, which sees the six frames as channels.
 
 # %%
@@ -746,10 +749,11 @@ plt.show()
 # %% [markdown]
 # ## On a real cluster
 #
-# - **Memory is activations, not weights**: a video latent has tens of thousands of tokens.
-#   Step-Video's 544 x 992 pixels and 204 frames are a latent of 36 x 34 x 62 = 75,888 tokens of
-#   width 6144, in 48 layers ([Step-Video-T2V](https://github.com/stepfun-ai/Step-Video-T2V)).
-#   Attention over all of them is cut over ranks as in chapter 24; chapter 44 does it.
+# - **Memory is weights and activations, and each strategy cuts another part**: a video latent has
+#   tens of thousands of tokens, and the model has its billions of weights. Step-Video's 544 x 992
+#   pixels and 204 frames are a latent of 36 x 34 x 62 = 75,888 tokens of width 6144, in 48 layers
+#   ([Step-Video-T2V](https://github.com/stepfun-ai/Step-Video-T2V)). Attention over all of them is
+#   cut over ranks as in chapter 24; chapter 44 does it.
 # - **NPU**: fp32 or bf16, no float64: the table of alphas is made on the host and cast before it
 #   moves. Noise comes from a CPU generator if a sample should be the same on every device.
 #   Collectives go over HCCS in a server and RoCE between servers, by HCCL.
@@ -762,8 +766,17 @@ plt.show()
 #
 # Published: DiT-XL/2, 675 M parameters, reaches an FID of 2.27 on ImageNet 256 x 256 with guidance
 # 1.5, after 7 M steps of 256 images ([arXiv 2212.09748](https://arxiv.org/abs/2212.09748), tables 1
-# and 2). On 8 H20, a sequence-parallel sampler of Step-Video took 30.1 s where one card took
-# 213.6 s ([xDiT](https://github.com/xdit-project/xDiT/issues/454)).
+# and 2). Step-Video on H20, time of one sampling iteration and memory of a card
+# ([xDiT#454](https://github.com/xdit-project/xDiT/pull/454)):
+#
+# | cards | seconds an iteration | GB on a card |
+# |---|---|---|
+# | 1 | 213.6 | 92.2, of which 53.8 are the weights of attention and MLP |
+# | 8, sequence parallel | 30.1 | 79.7 |
+# | 8, tensor parallel | 30.4 | 30.0 |
+#
+# In time they are equal, though chapter 44 counts many more bytes for tensor parallel: here they do not
+# decide. In memory they are not: only tensor parallel cuts the weights.
 #
 # Next: [the lab](../labs/43_diffusion.ipynb). Then [chapter 44](44_dit_port.ipynb) takes a project like
 # this that runs on CUDA only, and ports it.

@@ -91,7 +91,8 @@ sb.predict("lines", lines, sorted({finding.line for finding in found}))
 # does not sum to the head is a `ValueError`.
 #
 # `apply_rope(x, cos, sin)`: x `[B, H, S, D]`; the pair (a, b) becomes (a cos - b sin, b cos + a sin),
-# computed in fp32, returned in x's dtype. No float64, no complex numbers: an NPU has neither.
+# computed in fp32, returned in x's dtype. No float64, no complex numbers: an NPU has few kernels for
+# them.
 #
 # <details><summary>Hint 1</summary>
 #

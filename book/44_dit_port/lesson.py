@@ -6,10 +6,10 @@
 # - port it step by step, and prove the port: same losses, same samples, from the same noise,
 # - find the mistake that no checker finds, by comparing values,
 # - run the diffusion transformer over ranks by heads, by tokens, and both, and say what it sends,
-# - prefer: raise the share of what you like with video-DPO, and see when the model breaks.
+# - prefer: raise the share of what you like with video-DPO, and recognise a hacked reward.
 #
-# Time: 100 minutes to read, of which the cells take two; two hours for the lab. It builds on chapters 22 (tensor parallel), 24
-# (Ulysses, ring) and 43 (the DiT, flow matching).
+# Time: 100 minutes to read, of which the cells take two; two hours for the lab. It builds on
+# chapters 22 (tensor parallel), 24 (Ulysses, ring) and 43 (the DiT, flow matching).
 
 # %%
 import shardbook as sb
@@ -76,8 +76,10 @@ for rule, n in rules.most_common():
     print(f"      instead  {RULES[rule].instead}")
 
 # %% [markdown]
-# Begin with these. What *breaks* tells you itself; what is *wrong* gives a model that trains,
-# with another seed on each start, in fp32 although the script says bf16. One of each kind, run
+# Begin with these. What *breaks* tells you itself; what is *wrong* gives a model that trains, in fp32
+# although the script says bf16. (Its `torch.cuda.manual_seed_all` does nothing on an NPU. That is
+# harmless here, since `torch.manual_seed` in the line above seeds every device; alone it would leave
+# another seed on each start.) One of each kind, run
 # here without CUDA: autocast runs on, in fp32, with a warning that a log swallows; the number of
 # devices is 0, and the remainder by it raises.
 
@@ -100,16 +102,18 @@ except ZeroDivisionError as error:
 sb.port.report(ORIGINAL / "diffusion.py")
 
 # %% [markdown]
-# How far to trust it: on five sets of files from 27 public repositories, annotated by reading before
-# it first ran on them, it found 231 of 243 places that break and 428 of 446 of any severity, and 8 of
-# its 506 findings were not in the annotation. What each set showed led to general rules; on the last
-# two sets, still unseen, it was 91 of 93, 149 of 157 and 1 of 168 (tests/port/measured.md).
-# A checker reads one file at a time. It cannot know what a function of another file returns, nor that
-# a formula is wrong. Both happen below.
+# How far to trust it: on five sets of files from 27 public repositories, annotated by reading
+# before it first ran on them, it found 231 of 243 places that break and 428 of 446 of any severity,
+# and 8 of its 506 findings were not in the annotation (1.6 %). Of 130 findings drawn by chance from
+# other files of two of the sets' repositories, 7 were judged false (5.4 %). What each set showed
+# led to general rules; on the last two sets, still unseen, it was 91 of 93, 149 of 157 and 1 of 168
+# (tests/port/measured.md). A checker reads one file at a time. It cannot know what a function of
+# another file returns, nor that a formula is wrong. Both happen below.
 #
-# ## The figure and the code
+# ## Boxes and code
 #
-# The port's model, traced: each block of the DiT figure (arXiv 2212.09748) is one module. The video
+# The port's model, traced: each box of the DiT figure (arXiv 2212.09748; chapter 43 draws ours) is one
+# module. The video
 # becomes `frames x rows x columns` tokens; the condition enters every block through adaLN.
 
 # %%
@@ -223,14 +227,15 @@ print("what is missing is LayerNorm(x), the 1 of 1 + scale:", bool(difference.ab
 
 # %% [markdown]
 # A model trained with the op and sampled with the fallback gives noise; a model *trained* with the
-# fallback learns around it, and nobody notices until a checkpoint changes machines. **Test every
+# fallback adapts to it, and nobody notices until a checkpoint changes machines. **Test every
 # fallback against its fused op before the first training step.**
 #
 # **7. The rest of the list** is mechanical: `torch.autocast(device.type, …)`, torch's AdamW, no
 # CUDA graph, `dist.init_process_group` with the device's backend, MAX of a flag instead of a sum
 # scaled by NCCL (PREMUL_SUM), processes by spawn, one card a rank (`pick` above says so where
-# there are too few). `python -m shardbook port --fix` shows the rewrites that are always safe as a
-# diff.
+# there are too few). `python -m shardbook port --fix` shows the mechanical rewrites as a
+# diff. Read it before you apply it: they use `torch.accelerator`, which older torch lacks, and a file
+# that already chooses among several kinds of device may not want them.
 #
 # ## Prove it
 #
@@ -316,10 +321,12 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# With attention in fp32 the port is the original. What fp16 attention adds is rounding. And the
-# fallback passes half of the test: from these weights its *losses* agree within 1e-2, its samples do
-# not. A loss that falls proves nothing, and a loss that agrees on average is a weak witness; samples
-# from the same noise compound every error of every step.
+# With attention in fp32 the port's model agrees with the original's within 1e-4. (Its model: loss,
+# sampler and optimizer are the port's in all four runs, so this test says nothing about the
+# original's.) What fp16 attention adds is rounding. And the fallback passes half of the test: from
+# these weights its *losses* agree within 1e-2, its samples do not. A loss that falls proves
+# nothing, and a loss that agrees on average is a weak witness; samples from the same noise compound
+# every error of every step.
 #
 # This runs in CI on the CPU and on a stand-in NPU that refuses float64, complex numbers and
 # "cuda" as an NPU does: the unported project stops there only at places that the checker named, the
@@ -487,8 +494,11 @@ plt.show()
 
 # %% [markdown]
 # Ulysses sends less with every rank, tensor parallel never does; but only tensor parallel cuts the
-# weights. Of 48 heads, Ulysses divides by 4, 8 and 16; the ring has no such limit. (Sizes
-# handed to the collectives; a ring all-reduce puts up to twice that on the wire.)
+# weights. Fewer bytes need not mean less time: on 8 H20, xDiT measured 30.4 s an iteration with
+# tensor and 30.1 s with sequence parallel
+# ([xDiT#454](https://github.com/xdit-project/xDiT/pull/454)). Of 48 heads, Ulysses divides by 4, 8
+# and 16; the ring has no such limit. (Sizes handed to the collectives; a ring all-reduce puts up to
+# twice that on the wire.)
 #
 # ## Prefer: Video-DPO
 #
@@ -521,8 +531,9 @@ for change in (-0.2, -0.05, 0.0, 0.05, 0.2):  # of the winner's error: below 0 i
 #
 # ### What we prefer: to the right
 #
-# The reference is chapter 43's video model, trained again in the same way on two ranks. Asked without a
-# label it draws what it likes, any shape, any direction. We prefer videos that move to the right.
+# The reference is chapter 43's video model, trained again in the same way on two ranks. Asked
+# without a label it draws what it likes: every direction, squares less often than crosses or
+# triangles. We prefer videos that move to the right.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -641,20 +652,32 @@ fig.axes[0].legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# The hasty model has all of what we prefer, and has forgotten the rest: ask it for another direction,
-# and mostly the video moves to the right. By the preferred share alone it would have won. That is
-# what the drift is for, and a test of what the model could do before. The pairs hold it at its
-# reference only where they look; a small learning rate and few steps hold it everywhere else.
+# The hasty model gets 1.00 of what we prefer: the judge calls every sample of it a move to the
+# right, whatever was asked for (*astray* 1.00; *obeys* 0.25 is what one fixed answer to four
+# questions gets). Its velocity has moved away from the reference's by as much as that velocity is
+# large (drift 1.00). Do not read this as videos that move to the right. The judge is a classifier
+# of twelve classes that must name one of them, for anything, noise included, and **the same
+# classifier chose the pairs**. What has been raised is its verdict. That is **reward hacking**: a
+# model pushed far enough finds what the judge pays for, and it need not be what we meant. (Look at
+# the samples: in a run of this training they were noise, all of one class, and their Fréchet
+# distance was 34,475 against the reference's 2,550.)
+#
+# So never let the judge that made the preference be the only one that grades it. Keep apart: a
+# second judge that saw none of the pairs, a distance from real data (chapter 43's Fréchet
+# distance), the drift, a test of what the model could do before, and your own eyes. The careful
+# model's numbers (0.52 preferred, 0.97 obeyed, drift 0.26) are consistent with a real preference;
+# they come from the same judge and do not prove one.
 #
 # ## On a real cluster
 #
 # - On an Ascend host: CANN and torch_npu of matching versions, then `python -m shardbook doctor`. Start
 #   with one device, fp32, the CPU's losses beside it; then bf16; then the ranks.
-# - SDPA reaches torch_npu's fused attention; for lengths that differ in a batch use
-#   `torch_npu.npu_fusion_attention` with actual sequence lengths. Try a bf16 Conv3d before you rely
-#   on it: older CANN stops there.
+# - SDPA reaches torch_npu's fused attention in fp16 and bf16 only, in fp32 it does not; for lengths
+#   that differ in a batch use `torch_npu.npu_fusion_attention` with actual sequence lengths. Try a
+#   bf16 Conv3d before you rely on it: older CANN stops there.
 # - HCCL has sum, product, min and max, and torch_npu makes AVG of a sum and a division. Bitwise
-#   reductions exist on gloo only, PREMUL_SUM on NCCL. One order of groups on all ranks.
+#   reductions exist on gloo only, PREMUL_SUM on NCCL. Create groups in the same order
+#   on every rank.
 # - Tensor parallel inside the host (HCCS, NVLink), tokens across hosts (RDMA): Ulysses while heads
 #   divide, the ring beyond.
 # - What the checker calls *slow* you measure: the profiler of torch_npu, not the one of CUDA.

@@ -30,7 +30,7 @@ def ring_reduce_scatter(x: Tensor, group=None, ring: list[int] | None = None) ->
     """[P*n, ...] -> this rank's piece [n, ...] of the sum, in P-1 messages of n rows.
 
     Each piece travels once around the ring, from the rank after its owner, and every rank adds its
-    own part (Patarasu and Yuan, 2009). `ring` are the members that take part, all by default.
+    own part (Patarasuk and Yuan, 2009). `ring` are the members that take part, all by default.
     """
     ring = ring or list(range(dist.get_world_size(group)))
     size, me = len(ring), ring.index(dist.get_rank(group))

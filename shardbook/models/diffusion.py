@@ -1,7 +1,8 @@
 """Two ways to learn a denoiser, and how samples are drawn from each.
 
 x is [B, ...] of any rank; a model is called ``model(x_t, t, labels)``. Flow matching's t runs from
-0 (data) to 1 (noise), as in minRF and Step-Video; some public code runs the other way.
+0 (data) to 1 (noise), as in minRF. Other public code runs the other way: Step-Video's sampler goes
+from noise at 0 to data at 1 unless it is told `reverse`. Ask before you load weights.
 """
 
 from collections.abc import Callable
@@ -90,7 +91,7 @@ def video_dpo_loss(
     """Diffusion-DPO (arXiv 2311.12908) from per-sample squared errors [B], a scalar.
 
     The model should lower its error on the preferred sample more than the reference did, compared
-    with the other one. The authors' code folds a half into beta; so does this.
+    with the other one. The authors' code multiplies by half of its beta_dpo: ours is beta_dpo / 2.
     """
     advantage = (model_win - ref_win) - (model_lose - ref_lose)  # [B]
     return -F.logsigmoid(-beta * advantage).mean()
