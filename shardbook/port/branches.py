@@ -81,7 +81,9 @@ def if_expression(reader, node: ast.IfExp) -> Values:
         reader.eval(other)
         reader.quiet -= 1
         return reader.eval(chosen)
+    reader.choosing += 1
     body, other = reader.eval(node.body), reader.eval(node.orelse)
+    reader.choosing -= 1
     if conditions.is_cpu(node.test):  # float64 if device.type == "cpu": not on an NPU
         body = [v for v in body if v.kind != "mod" or not v.data.endswith(("float64", "double"))]
     if nothing_known(body) != nothing_known(other) and any(

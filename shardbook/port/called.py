@@ -19,6 +19,7 @@ def call(reader, node: ast.Call) -> Values:
     mark_prefixes(func)
     base: Values = []
     if isinstance(func, ast.Attribute):
+        func.value.prefix = True
         base = reader.eval(func.value)
         targets = [Value("mod", f"{v.data}.{func.attr}", func) for v in base if v.kind == "mod"]
         for v in base:
@@ -52,8 +53,9 @@ def call(reader, node: ast.Call) -> Values:
             reader.report(where, "cuda-device")
         elif is_device_name(name) or name == "device_type":
             device(reader, where, values)
-        elif name in ("device_id",):
-            continue
+        elif name == "device_id":
+            if not any(p.endswith("init_process_group") for p in paths):
+                device(reader, where, values)
         else:
             named(reader, name, values)
         variable(reader, node, name)
@@ -61,12 +63,14 @@ def call(reader, node: ast.Call) -> Values:
     out: Values = []
     either = len({p.partition(".")[0] for p in paths}) > 1  # AdamW8bit or AdamW: not this library's
     reader.guarded += either
+    reader.choosing += either
     for t in targets:
         if t.kind == "mod":
             out += library.called(reader, node, t.data, args, keywords)
         elif t.kind == "local":
             out += local_call(reader, node, t.data, args, keywords)
     reader.guarded -= either
+    reader.choosing -= either
     if isinstance(func, ast.Attribute):
         if not any(v.kind == "mod" for v in base):
             out += method(reader, node, func, base, args, keywords)

@@ -73,8 +73,9 @@ def text(findings: list[Finding]) -> str:
         return "Nothing found that an NPU would refuse, as far as these files show."
     lines: list[str] = []
     explained: set[str] = set()
-    for file, mine in by_file(findings).items():
+    for file, all_ in by_file(findings).items():
         lines.append(file)
+        mine, following = roots(all_), [f for f in all_ if f.cause]
         for f in mine:
             rule = RULES[f.rule]
             lines.append(f"  {f.line}:{f.column}  {rule.severity:6} {rule.id}: {f.code[:90]}")
@@ -86,11 +87,38 @@ def text(findings: list[Finding]) -> str:
                 lines.append(f"      see      {rule.reference}")
             elif f.instead != rule.instead:  # of this place, not of the rule
                 lines.append(f"      instead  {f.instead}")
+        for (rule_id, cause), places in grouped(following).items():
+            where = ", ".join(str(f.line) for f in places)
+            lines.append(f"  {where}  {rule_id}: follows from {cause}")
     lines += ["", "summary"]
-    for file, mine in by_file(findings).items():
+    code = [f for f in findings if not in_tests(f)]
+    for file, mine in by_file(code).items():
         lines.append(f"  {counts(mine)}  {file}")
-    lines.append(f"  {counts(findings)}  in all, {files(len(by_file(findings)))}")
+    lines.append(f"  {counts(code)}  in all, {files(len(by_file(code)))}")
+    if len(code) < len(findings):
+        tests = [f for f in findings if in_tests(f)]
+        lines.append(f"  {counts(tests)}  in tests, {files(len(by_file(tests)))}")
     return "\n".join(lines)
+
+
+def roots(findings: list[Finding]) -> list[Finding]:
+    """The findings that follow from no other."""
+    return [f for f in findings if not f.cause]
+
+
+def grouped(findings: list[Finding]) -> dict[tuple[str, str], list[Finding]]:
+    """Findings that follow from others, by rule and cause."""
+    found: dict[tuple[str, str], list[Finding]] = {}
+    for f in findings:
+        found.setdefault((f.rule, f.cause), []).append(f)
+    return found
+
+
+def in_tests(finding: Finding) -> bool:
+    """Whether a finding is in a project's tests, which it does not ship."""
+    path = Path(finding.file)
+    named = path.name.startswith("test_") or path.stem.endswith("_test")
+    return named or path.name == "conftest.py" or bool({"tests", "test"} & set(path.parts[:-1]))
 
 
 def by_file(findings: list[Finding]) -> dict[str, list[Finding]]:
@@ -102,9 +130,11 @@ def by_file(findings: list[Finding]) -> dict[str, list[Finding]]:
 
 
 def counts(findings: list[Finding]) -> str:
-    """`3 breaks, 1 wrong`."""
-    number = Counter(f.severity for f in findings)
-    return ", ".join(f"{number[s]} {s}" for s in SEVERITIES if number[s])
+    """`3 breaks, 1 wrong`, and how many places follow from these."""
+    number = Counter(f.severity for f in roots(findings))
+    said = ", ".join(f"{number[s]} {s}" for s in SEVERITIES if number[s]) or "nothing"
+    more = len(findings) - number.total()
+    return f"{said} (+ {more} that follow)" if more else said
 
 
 def files(number: int) -> str:

@@ -54,7 +54,7 @@ def insisted(reader, statement: ast.stmt, test_: ast.expr) -> None:
 
 def test(reader, node: ast.expr) -> None:
     """The test of an if, a while, a conditional expression."""
-    if names_npu(node):
+    if names_npu(node) or isinstance(node, ast.Name):  # `if flash_attn_func:` uses nothing
         quietly(reader, node)
         return
     reader.eval(node)
@@ -154,7 +154,7 @@ def compares_cuda(reader, node: ast.Compare) -> bool:
 def compare(reader, node: ast.Compare) -> None:
     """A comparison is read."""
     for side in [node.left, *node.comparators]:
-        if not isinstance(side, ast.Constant) and not is_dtype(side):
+        if not isinstance(side, (ast.Constant, ast.Name)) and not is_dtype(side):
             reader.eval(side)
     if compares_cuda(reader, node):
         reader.report(node, "cuda-branch")

@@ -5,7 +5,9 @@ it is written, once it reaches a place that takes a device.
 """
 
 import ast
+import re
 
+from . import uses
 from .rules import CUDA_LIBRARIES, ENVIRONMENT, GRAPHS, SILENT, STREAMS, TENSOR_TYPES
 from .values import (
     INT_NAMES,
@@ -23,19 +25,30 @@ PUBLIC_OPS = {"aten", "prims", "prim", "c10d", "c10d_functional", "_c10d_functio
               "symm_mem", "fsdp", "streams", "import_module", "debugprims", "rngprims"}  # fmt: skip
 
 
-def imported(reader, node: ast.stmt, module: str, name: str | None) -> None:
-    """An import statement."""
+def imported(reader, node: ast.AST, module: str, name: str | None) -> str | None:
+    """An import; the dotted name of the compiled CUDA module it loads, if it does."""
     full = f"{module}.{name}" if name else module
     parts = full.split(".")
+    place = f"line {node.lineno}"
+    compiled = uses.is_compiled(reader, module, name)
+    if compiled and parts[0] not in CUDA_LIBRARIES:
+        reader.origin.setdefault(uses.COMPILED + compiled, place)
+        if reader.guarded:
+            reader.optional.add(uses.COMPILED + compiled)
+        reader.report(node, "optional-cuda-library" if reader.guarded else "cuda-extension")
+        own = name and compiled != name
+        return f"{uses.COMPILED}{compiled}.{name}" if own else uses.COMPILED + compiled
     if module.startswith(("torch", ".")) and "cpp_extension" not in full:
-        return
+        return None
     library = parts[0] in CUDA_LIBRARIES or ".".join(parts[:2]) in CUDA_LIBRARIES
     if parts[0] == "triton":
         reader.report(node, "optional-cuda-library" if reader.guarded else "triton")
     elif library:
+        reader.origin.setdefault(uses.library(full), place)
         if reader.guarded:
             reader.optional.add(parts[0])
         reader.report(node, "optional-cuda-library" if reader.guarded else "cuda-library")
+    return None
 
 
 def named(reader, name: str, values: Values, local: bool = False) -> None:
@@ -114,10 +127,8 @@ def used(reader, node: ast.expr, path: str, called: bool = False) -> None:
             reader.report(node, "cuda-extension")
     elif "autocast_gpu" in path:
         reader.report(node, "cuda-autocast")
-    elif called and not reader.guarded:
-        top = path.split(".")[0]
-        if top in CUDA_LIBRARIES and top not in reader.optional:
-            reader.report(node, "cuda-library")
+    else:
+        uses.used(reader, node, path, called)
 
 
 def cuda(reader, node: ast.expr, parts: list[str]) -> None:
@@ -163,7 +174,9 @@ def attribute(reader, node: ast.Attribute, base: Values, out: Values) -> Values:
     if node.attr == "is_cuda":
         reader.report(node, "cuda-branch")
         return [Value("flag", "is_cuda", node)]
-    if node.attr in ("T", "data", "real", "imag", "grad", "mT"):
+    if node.attr in ("real", "imag"):
+        return [v for v in base if v.kind == "array"]
+    if node.attr in ("T", "data", "grad", "mT"):
         return [v for v in base if v.kind in ("tensor", "array")]
     if node.attr == "device":
         host = base and all(v.kind == "tensor" and v.data[1] == "host" for v in base)
@@ -179,6 +192,9 @@ def is_prefix(reader, node: ast.Attribute) -> bool:
 def attribute_set(reader, target: ast.Attribute, base: Values, values: Values) -> None:
     """`base.attr = values`."""
     for v in base:
+        if v.kind == "mod" and v.data.startswith("torch._inductor.config"):
+            reader.report(target, "inductor-config")
+            return
         if v.kind == "mod" and v.data.startswith("torch.backends."):
             if v.data.split(".")[2] in ("cuda", "cudnn"):
                 reader.report(target, "tf32")
@@ -192,6 +208,12 @@ def item_set(reader, target: ast.Subscript, values: Values) -> None:
         key = target.slice.value
         named(reader, key, values)
         variable(reader, target, key)
+
+
+def written(reader, node: ast.Constant) -> None:
+    """A string is the name of one of NCCL's variables, or sets one."""
+    if re.fullmatch(r"(export )?(TORCH_)?NCCL_[A-Z0-9_]+(=.*)?", node.value):
+        reader.report(node, "cuda-env")
 
 
 def variable(reader, node: ast.AST, name: str) -> None:

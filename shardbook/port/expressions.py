@@ -2,7 +2,7 @@
 
 import ast
 
-from . import branches, called, conditions, detect
+from . import branches, called, conditions, detect, uses
 from .statements import bind
 from .tensors import combined
 from .values import MOST, UNKNOWN, Value, Values, join
@@ -10,6 +10,8 @@ from .values import MOST, UNKNOWN, Value, Values, join
 
 def _constant(reader, node: ast.Constant) -> Values:
     if isinstance(node.value, str):
+        if "NCCL_" in node.value:
+            detect.written(reader, node)
         return [Value("str", node.value, node)]
     if isinstance(node.value, int) and not isinstance(node.value, bool):
         return [Value("int", None, node)]
@@ -19,11 +21,13 @@ def _constant(reader, node: ast.Constant) -> Values:
 def _name(reader, node: ast.Name) -> Values:
     for scope in reversed(reader.scopes):
         if node.id in scope:
+            uses.name_read(reader, node, scope[node.id])
             return scope[node.id]
     return []
 
 
 def _attribute(reader, node: ast.Attribute) -> Values:
+    node.value.prefix = True
     base = reader.eval(node.value)
     out: Values = []
     for v in base:
@@ -57,6 +61,10 @@ def _operation(reader, node: ast.BinOp) -> Values:
                 return [Value("str", UNKNOWN + v.data, node)]
     kept = [v for v in join(left, right) if v.kind in ("tensor", "array")]
     if kept:
+        product = isinstance(node.op, (ast.Mult, ast.Div, ast.MatMult))
+        made = [v for v in kept if v.kind == "tensor" and v.data[0] == "complex"]
+        if product and any(v.data[1] != "host" for v in made):
+            reader.report(node, "complex", f"line {made[0].node.lineno}")
         return combined(kept, node)
     ints = [v for v in left + right if v.kind == "int"]
     if ints and isinstance(node.op, (ast.Mod, ast.Add, ast.Sub, ast.FloorDiv)):

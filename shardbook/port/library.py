@@ -5,6 +5,8 @@ import ast
 from .detect import backend, device, imported, named, used, variable
 from .rules import ENVIRONMENT, HOST_LINALG, NVIDIA_TOOLS
 from .tensors import creates, numpy_call
+from .torch_rules import elsewhere
+from .uses import COMPILED
 from .values import INT_NAMES, Value, Values, dotted, is_cuda_text, is_tensor_type_text
 
 TAKES_DEVICE = {  # torch function -> index of the positional argument that is a device
@@ -39,8 +41,10 @@ def called(reader, node, path: str, args: list[Values], keywords: dict) -> Value
                 imported(reader, node, v.data, None)
                 return [Value("mod", v.data, node)]
     if path.endswith(("cpp_extension.load", "cpp_extension.load_inline")):
-        extension(reader, node)
-        return []
+        return extension(reader, node)
+    if path.endswith("cpp_extension.CUDAExtension"):
+        for v in keywords.get("name", args[0] if args else []):
+            reader.builds |= {v.data} if v.kind == "str" else set()
     used(reader, node, path, called=True)
     if path.startswith(("os.", "subprocess.", "asyncio.")):
         return system(reader, node, path, args)
@@ -110,8 +114,8 @@ def torch_call(reader, node, path: str, args: list[Values], keywords: dict) -> V
                 reader.report(v.node, "cuda-tensor-type")
             elif v.kind == "mod" and v.data in ("torch.float64", "torch.double"):
                 reader.report(node, "float64")
-    elif last in ("Conv3d", "conv3d") and reader.words & {"bfloat16", "bf16"}:
-        reader.report(node, "bf16-conv3d")
+    elif last in ("Conv3d", "conv3d", "ConvTranspose3d", "conv_transpose3d"):
+        conv3d(reader, node)
     elif path.removeprefix("torch.") in HOST_LINALG:
         if not any(
             v.kind == "array" or (v.kind == "tensor" and v.data[1] == "host") for v in first
@@ -121,7 +125,14 @@ def torch_call(reader, node, path: str, args: list[Values], keywords: dict) -> V
         reader.report(node, "custom-op")
     elif path.endswith("autograd.profiler.profile") and "use_cuda" in keywords:
         reader.report(node, "cuda-profiler")
+    elsewhere(reader, node, path, keywords)
     return creates(reader, node, path, args, keywords)
+
+
+def conv3d(reader, node: ast.AST) -> None:
+    """A 3-D convolution, in a file that speaks of bf16."""
+    if reader.words & {"bfloat16", "bf16"}:
+        reader.report(node, "bf16-conv3d")
 
 
 def distributed(reader, node, last: str, args: list[Values], keywords: dict) -> Values:
@@ -172,13 +183,17 @@ def declared(reader, args: list[Values], keywords: dict) -> None:
         named(reader, name, default)
 
 
-def extension(reader, node: ast.Call) -> None:
+def extension(reader, node: ast.Call) -> Values:
     """`cpp_extension.load(…)`: a CUDA extension unless its sources are known to be C++ alone."""
     texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
     texts = [t for t in texts if isinstance(t, str)]
     plain = any(t.endswith((".cpp", ".cc", ".c")) for t in texts)
     if not plain or any("cuda" in t or t.endswith(".cu") for t in texts):
         reader.report(node, "cuda-extension")
+        name = next((t for t in texts if t.isidentifier()), "loaded")
+        reader.origin.setdefault(COMPILED + name, f"line {node.lineno}")
+        return [Value("mod", COMPILED + name, node)]
+    return []
 
 
 def system(reader, node, path: str, args: list[Values]) -> Values:

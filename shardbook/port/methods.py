@@ -6,6 +6,7 @@ import re
 from .detect import device, named, variable
 from .library import ray_gpus
 from .tensors import tensor_method
+from .torch_rules import memory_format
 from .values import Value, Values, dotted, is_cuda_text, is_device_name, is_tensor_type_text
 
 MOVERS = {"to", "to_empty", "cuda"}
@@ -71,6 +72,9 @@ def method(reader, node: ast.Call, func: ast.Attribute, base: Values, args, keyw
     if name == "compile" and compiles(reader, node, base, keywords):
         reader.report(node, "compile")
         return []
+    for k in node.keywords:
+        if k.arg == "memory_format":
+            memory_format(reader, k.value)
     if name in MOVERS and (args or keywords):
         moved(reader, node, func, args)
     if name == "type" and args:

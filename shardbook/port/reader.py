@@ -9,6 +9,7 @@ import ast
 from collections.abc import Callable
 
 from . import branches, conditions, detect, expressions, statements
+from .uses import Around
 from .values import Value, Values, join
 
 Scope = dict[str, Values]
@@ -18,8 +19,13 @@ DEEPEST = 40  # functions read inside each other, from a call to what it returns
 class Reader:
     """Holds what is known while one file is read; `report(node, rule)` collects the findings."""
 
-    def __init__(self, tree: ast.Module, report: Callable[[ast.AST, str], None]):
+    def __init__(self, tree: ast.Module, report: Callable, around: Around | None = None):
         self.tree, self._report = tree, report
+        self.around = around or Around()
+        self.origin = dict(self.around.origin)  # library -> where it was imported
+        self.imports: set[tuple[str, str]] = set()  # (module, name) imported from anywhere
+        self.builds: set[str] = set()  # names of CUDA extensions that are built here
+        self.choosing = 0  # > 0 inside `a if … else b`
         self.scopes: list[Scope] = [{}]
         self.classes: list[ast.ClassDef] = []
         self.attributes: dict[ast.ClassDef, Scope] = {}
@@ -29,7 +35,7 @@ class Reader:
         self.quiet = 0  # > 0 where an NPU never comes
         self.guarded = 0  # > 0 inside a try whose failure is caught, or a check for availability
         self.branches = 0  # > 0 inside an if, a loop or a try, where an assignment may not happen
-        self.optional: set[str] = set()  # libraries imported where a failure is caught
+        self.optional = set(self.around.optional)  # libraries imported where a failure is caught
         self.chain: list[ast.AST] = []  # the calls around the expression being read
         self.wanted: list[tuple] = []  # (parameter, where it is a dtype on the device)
         self.passed: set[ast.arg] = set()  # parameters that are given float64
@@ -40,9 +46,10 @@ class Reader:
             or (isinstance(n, ast.Constant) and isinstance(n.value, str))
         }
 
-    def report(self, node: ast.AST | None, rule: str) -> None:
+    def report(self, node: ast.AST | None, rule: str, cause: str = "") -> None:
+        """A finding; `cause` is the place it follows from, if it is no cause of its own."""
         if node is not None and not self.quiet:
-            self._report(node, rule)
+            self._report(node, rule, cause)
 
     def read(self) -> None:
         self.block(self.tree.body)
@@ -84,7 +91,7 @@ class Reader:
                 del kept[length:]
             self.scopes, self.chain, self.returns = lists
             self.classes, self.quiet, self.guarded, self.branches = before
-            self._report(s, "unchecked")
+            self._report(s, "unchecked", "")
             return None
 
     def statement(self, s: ast.stmt) -> str | None:

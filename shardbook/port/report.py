@@ -12,16 +12,16 @@ COLOURS = {"breaks": "#D55E00", "wrong": "#CC79A7", "slow": "#E69F00", "style": 
 
 
 class Report:
-    """What was found: `findings` in order, `lines(severity)`, text and a table."""
+    """What was found: the causes as `findings`, the places that follow from them, a table."""
 
     def __init__(self, findings: list[Finding]):
-        self.findings = findings
+        self.findings, self.all = cli.roots(findings), findings
 
     def __len__(self) -> int:
         return len(self.findings)
 
     def __str__(self) -> str:
-        return cli.text(self.findings)
+        return cli.text(self.all)
 
     __repr__ = __str__
 
@@ -32,17 +32,17 @@ class Report:
                 for f, mine in files.items()}  # fmt: skip
 
     def _repr_html_(self) -> str:
-        if not self.findings:
+        if not self.all:
             return f"<p>{html.escape(str(self))}</p>"
         parts = []
-        for file, mine in cli.by_file(self.findings).items():
+        for file, mine in cli.by_file(self.all).items():
             name = html.escape(file)
             parts.append(f"<details open><summary><b>{name}</b>: {cli.counts(mine)}</summary>")
             parts.append("<table><tr><th>line</th><th>severity</th><th>code</th><th>why</th>"
                          "<th>instead</th></tr>")  # fmt: skip
             parts += [_row(f) for f in mine]
             parts.append("</table></details>")
-        parts.append(f"<p>{cli.counts(self.findings)} in all</p>")
+        parts.append(f"<p>{cli.counts(self.all)} in all</p>")
         return '<div style="background:white;color:black">' + "".join(parts) + "</div>"
 
 
@@ -52,6 +52,7 @@ def _row(f: Finding) -> str:
     left = ' style="text-align:left"'
     cells = [html.escape(x) for x in (f.code[:120], rule.why, f.instead)]
     code, why, instead = cells
+    why += f"<br>follows from {html.escape(f.cause)}" if f.cause else ""
     return (
         f'<tr><td>{f.line}</td><td style="color:{COLOURS[f.severity]}">{f.severity}</td>'
         f"<td{left}><code>{code}</code></td><td{left}>{why}</td><td{left}>{instead}</td></tr>"

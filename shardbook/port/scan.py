@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from .imports import Project
 from .reader import Reader
 from .rules import ENVIRONMENT, RULES
 
@@ -16,7 +17,8 @@ WORTH_READING = re.compile(
     r"cud|nccl|nvidia|nvtx|flash_attn|apex|xformers|triton|float64|double|complex|polar|linspace"
     r"|torch\.ops|compile|load_library|Conv3d|conv3d|\.to\(|fork|float8|bitsandbytes|pynvml|from_numpy"
     r"|fft|stft|sdp|ReduceOp|premul|cpp_extension|transformer_engine|cupy|device|tensorrt|flashinfer|GPUtil|nvcc|_ssm|natten"
-    r"|num_gpus|placement_group|linalg|matrix_exp|det\(",
+    r"|num_gpus|placement_group|linalg|matrix_exp|det\(|torch\.load|DataParallel|fused|flex_attention"
+    r"|_inductor|jit\.script|channels_last|import _C|_ext\b",
     re.IGNORECASE,
 )
 
@@ -34,6 +36,7 @@ class Finding:
     column: int
     rule: str
     code: str
+    cause: str = ""  # the place it follows from: mended there, it is gone
 
     @property
     def severity(self) -> str:
@@ -50,12 +53,16 @@ class Finding:
         return RULES[self.rule].instead
 
 
-def scan_source(source: str, file: str = "<string>", always: bool = False) -> list[Finding]:
+def scan_source(
+    source: str, file: str = "<string>", always: bool = False, project: Project | None = None
+) -> list[Finding]:
     """The findings of one file's text, in order; a file that is no Python 3 is one finding.
 
-    A text without a word of any rule is not even parsed, unless `always`.
+    A text without a word of any rule is not even parsed, unless `always`. `project` is what the
+    other files tell this one, and is told what this one holds.
     """
-    if not always and not WORTH_READING.search(source):
+    skipped = not always and not WORTH_READING.search(source)
+    if skipped and (project is None or project.skip(file, source)):
         return []
     try:
         with warnings.catch_warnings():
@@ -70,15 +77,18 @@ def scan_source(source: str, file: str = "<string>", always: bool = False) -> li
     lines = re.split("\r\n|\r|\n", source)  # as Python counts them: a form feed ends no line
     found: dict[tuple[int, str], Finding] = {}
 
-    def report(node: ast.AST, rule: str) -> None:
+    def report(node: ast.AST, rule: str, cause: str = "") -> None:
         line = getattr(node, "lineno", 1)
         text = lines[line - 1].strip() if line <= len(lines) else ""
-        found.setdefault((line, rule), Finding(file, line, node.col_offset + 1, rule, text))
+        new = Finding(file, line, node.col_offset + 1, rule, text, cause)
+        if (line, rule) not in found or (found[line, rule].cause and not cause):
+            found[line, rule] = new
 
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, 12_000))  # a level of code takes a few calls here
+    reader = Reader(tree, report, project and project.around(file))
     try:
-        Reader(tree, report).read()
+        reader.read()
     except RecursionError:
         found[(1, "unreadable")] = unreadable(file, DEEP)
     except Exception as error:  # ours; one file must not end the report on all others
@@ -86,6 +96,8 @@ def scan_source(source: str, file: str = "<string>", always: bool = False) -> li
         found[(1, "unreadable")] = unreadable(file, said)
     finally:
         sys.setrecursionlimit(limit)
+    if project:
+        project.learn(file, reader)
     return sorted(found.values())
 
 
@@ -94,9 +106,9 @@ def unreadable(file: str, why: str, line: int = 1) -> Finding:
     return Finding(file, line, 1, "unreadable", (why.splitlines() or ["not readable"])[0])
 
 
-def scan_file(path: Path, name: str | None = None) -> list[Finding]:
+def scan_file(path: Path, project: Project | None = None) -> list[Finding]:
     """The findings of one file; one that can't be read as text is a finding, never an error."""
-    name = name or str(path)
+    name = str(path)
     if path.suffix == ".ipynb":
         return [
             unreadable(name, "a notebook: make a script of it (jupytext --to py) and check that")
@@ -115,7 +127,7 @@ def scan_file(path: Path, name: str | None = None) -> list[Finding]:
         source = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         source = data.decode("latin-1")
-    return scan_source(source.replace("\0", ""), name, always=path.suffix != ".py")
+    return scan_source(source.replace("\0", ""), name, path.suffix != ".py", project)
 
 
 def python_files(paths: list[Path]) -> Iterator[Path]:
@@ -153,7 +165,12 @@ def scan(paths: list[str | Path]) -> list[Finding]:
     if not files:
         names = ", ".join(map(str, given))
         raise FileNotFoundError(f"{names} holds no Python file: nothing was checked")
-    return [finding for path in sorted(files) for finding in scan_file(path)]
+    files.sort()
+    project = Project(files)
+    found = {path: scan_file(path, project) for path in files}
+    for path in project.again():  # a file that it imports from holds something of CUDA's
+        found[path] = scan_file(path, project)
+    return [finding for path in files for finding in found[path]]
 
 
 def existing(paths: list[str | Path]) -> list[Path]:

@@ -8,17 +8,20 @@ from .values import Value, Values, join
 
 def _import(reader, s: ast.Import) -> None:
     for alias in s.names:
-        detect.imported(reader, s, alias.name, None)
+        compiled = detect.imported(reader, s, alias.name, None)
+        reader.imports.add(("", alias.name.rpartition(".")[2]))
         top = alias.name.partition(".")[0]
         target, path = (alias.asname, alias.name) if alias.asname else (top, top)
-        reader.assign_name(target, [Value("mod", path, s)])
+        reader.assign_name(target, [Value("mod", compiled or path, s)])
 
 
 def _import_from(reader, s: ast.ImportFrom) -> None:
     module = "." * s.level + (s.module or "")
     for alias in s.names:
-        detect.imported(reader, s, module, alias.name)
-        path = f"{module}.{alias.name}"
+        compiled = detect.imported(reader, s, module, alias.name)
+        known = reader.around.names.get((module.rpartition(".")[2], alias.name))
+        reader.imports.add((module.rpartition(".")[2], alias.name))
+        path = known.data if known else compiled or f"{module}.{alias.name}"
         reader.assign_name(alias.asname or alias.name, [Value("mod", path, s)])
 
 
@@ -51,7 +54,9 @@ def _define_class(reader, s: ast.ClassDef) -> None:
     for decorator in s.decorator_list:
         _decorate(reader, decorator)
     for base in [*s.bases, *[k.value for k in s.keywords]]:
-        reader.eval(base)
+        for v in reader.eval(base):
+            if v.kind == "mod" and v.data.endswith("Conv3d") and v.data.startswith("torch."):
+                library.conv3d(reader, base)
     body = reader.attributes[s] = {}
     reader.classes.append(s)
     reader.scopes.append(body)

@@ -10,8 +10,22 @@ CREATORS = {"zeros", "ones", "arange", "linspace", "logspace", "tensor", "full",
             "randn", "eye", "as_tensor", "scalar_tensor", "randint", "randperm"}  # fmt: skip
 LIKE = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"}
 MAKES_COMPLEX = {"torch.polar", "torch.view_as_complex", "torch.complex", "torch.istft"}
+LEAVES_COMPLEX = {"torch.view_as_real", "torch.abs", "torch.angle", "torch.real", "torch.imag"}
 FLOATS = {"float": "?", "half": "?", "bfloat16": "?", "double": "f64", "int": "?", "long": "?"}
-NO_TENSOR = {"item", "tolist", "numpy", "size", "dim", "numel", "shape", "stride", "keys", "items"}
+NO_TENSOR = {
+    "abs",
+    "angle",
+    "item",
+    "tolist",
+    "numpy",
+    "size",
+    "dim",
+    "numel",
+    "shape",
+    "stride",
+    "keys",
+    "items",
+}
 
 
 def dtype_of(values: Values) -> str | None:
@@ -67,11 +81,15 @@ def numpy_call(node, path: str, args: list[Values], keywords: dict) -> Values:
 def creates(reader, node, path: str, args: list[Values], keywords: dict) -> Values:
     """A torch function: what tensor it makes."""
     name = path.rsplit(".", 1)[-1]
-    spectrum = name == "stft" and getattr(keyword(node, "return_complex"), "value", None) is True
+    asked = keyword(node, "return_complex")
+    spectrum = name == "stft" and not (isinstance(asked, ast.Constant) and asked.value is False)
     if path in MAKES_COMPLEX or path.startswith("torch.fft.") or spectrum:
         if not path.endswith(("freq", "shift")):
             reader.report(node, "complex")
-        return [Value("tensor", ("complex", "?"), node)]
+        kind = "?" if path.endswith(("freq", "shift", "istft")) else "complex"
+        return [Value("tensor", (kind, "?"), node)]
+    if path in LEAVES_COMPLEX:
+        return [Value("tensor", ("?", "?"), node)]
     given = [v for a in args for v in a if v.kind in ("tensor", "array")]
     given += [i for a in args for v in a if v.kind == "list" for i in v.data if i.kind == "tensor"]
     dtype = dtype_of(keywords.get("dtype", []))
@@ -141,6 +159,11 @@ def tensor_method(
         host = known and all(v.kind == "array" or v.data[1] == "host" for v in known)
         if not host or (name == "to" and moves(args, keywords)):
             reader.report(node, rule)
+    if name == "view_as_complex":
+        reader.report(node, "complex")
+        return [Value("tensor", ("complex", "?"), node)]
+    if name == "stft" and keyword(node, "n_fft"):
+        reader.report(node, "complex")
     if name in ("view_as_complex", "double") and not known and dtype is None:
         reader.report(node, "complex" if name != "double" else "float64")
     out: Values = []

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardbook.port.rules import HOST_LINALG, RULES
-from shardbook.port.scan import scan_source
+from shardbook.port.scan import scan, scan_source
 
 from .cases import CLEAN, FLAGGED
 from .field_cases import FIELD
@@ -54,8 +54,54 @@ def test_a_failure_of_the_checker_loses_one_statement(monkeypatch):
     ]
 
 
+PROJECT = {
+    "setup.py": """
+from setuptools import setup
+from torch.utils.cpp_extension import CUDAExtension
+setup(ext_modules=[CUDAExtension(name="mypkg.kernels", sources=["k.cu"])])  # !
+""",
+    "mypkg/__init__.py": "",
+    "mypkg/ops.py": """
+try:
+    from flash_attn import flash_attn_varlen_func  # !
+except ImportError:
+    flash_attn_varlen_func = None
+from xformers.ops import memory_efficient_attention as attend  # !
+from .norm_cuda import fast
+from mypkg import kernels  # !
+""",
+    "mypkg/norm_cuda.py": "def fast(x):\n    return x\n",
+    "mypkg/hands_on.py": "from .ops import attend, kernels\n",
+    "mypkg/model.py": """
+from .hands_on import attend as a, kernels
+from .ops import flash_attn_varlen_func, fast
+def f(q, k, v):
+    q = kernels.norm(q)  # !
+    q = flash_attn_varlen_func(q, k, v)  # !
+    return a(fast(q), k, v)  # !
+""",
+}
+
+
+def test_names_are_followed_through_the_files_of_a_project(tmp_path):
+    expected = set()
+    for name, code in PROJECT.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(code)
+        lines = enumerate(code.splitlines(), 1)
+        expected |= {(name, i) for i, line in lines if line.endswith("# !")}
+    found = scan([tmp_path])
+    name = {str(tmp_path / n): n for n in PROJECT}
+    assert {(name[f.file], f.line) for f in found} == expected
+    causes = {f.line: f.cause for f in found if name[f.file] == "mypkg/model.py"}
+    ops = tmp_path / "mypkg/ops.py"
+    assert causes == {5: f"{ops}:8", 6: f"{ops}:3", 7: f"{ops}:6"}
+
+
 def test_every_rule_has_both_kinds_of_tests():
-    known = set(RULES) - {"unreadable", "unchecked"}
+    public = set().union(*(rules for _, _, rules in FIELD)) - set(FLAGGED)  # with both in a case
+    known = set(RULES) - {"unreadable", "unchecked"} - public
     assert set(FLAGGED) == known
     assert set(CLEAN) == known
 
