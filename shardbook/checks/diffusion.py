@@ -14,6 +14,8 @@ from ..devices import device
 from .compare import close, expect, random, refuses, same, unchanged
 from .groups import held
 from .report import check
+from .tensors import told
+from .wrong import Wrong
 
 
 class _Dtypes(TorchDispatchMode):
@@ -66,6 +68,7 @@ def timestep_embedding(answer, report):
     ):
         for dim in (8, 6, 256):
             close(answer(t.to(device()), dim), exact(t, dim, 10_000), f"dim {dim}", 2e-5)
+        close(answer(t[:1].to(device()), 2), exact(t[:1], 2, 10_000), "dim 2 of one sample", 2e-5)
         close(answer(t.to(device()), 10, 100), exact(t, 10, 100), "a max_period of 100", 2e-5)
     with report.property("an odd dim ends in 0", hint="pad with one zero"):
         for dim in (7, 9):
@@ -79,6 +82,12 @@ def timestep_embedding(answer, report):
         same(got.dtype, torch.float32, "the dtype for integer steps")
         # angles reach 999 radians, where fp32 keeps 6e-5
         close(got, exact(steps, 8, 10_000), "integer steps", 3e-4)
+    with report.property(
+        "the result lies on the device of t",
+        hint="torch.arange(…, device=t.device): what is made without a device lies on the CPU",
+    ):
+        got = told(answer)(t.to("meta"), 8)
+        same((got.device.type, list(got.shape)), ("meta", [5, 8]), "device and shape for t on meta")
 
 
 @check("modulate")
@@ -207,6 +216,15 @@ def dit_block(answer, report):
             close(got, block_by_formula(block, x, c, heads), f"the output with {heads} heads", 3e-5)
             kept = held(block) - before
             expect(kept <= 0, f"a call leaves {kept} bytes in the block, which every step adds to")
+    with report.property(
+        "another length, one token and one sample are inputs like others",
+        hint="keep nothing of a call for the next one, and don't squeeze sizes of 1 away",
+    ):
+        for shape in ((1, 5, 12), (3, 1, 12), (1, 1, 12)):
+            one, condition = random(*shape, seed=5), random(shape[0], 12, seed=6)
+            got = block(one.to(where), condition.to(where))
+            what = f"the output for x of shape {list(shape)}"
+            close(got, block_by_formula(block, one, condition, 1), what, 3e-5)
     angle = random(7, 2, seed=3).repeat_interleave(2, dim=1)
     with report.property(
         "rope turns queries and keys, not values",
@@ -370,6 +388,32 @@ def _euler(noise, labels, steps, guidance, null):
     return x.float()
 
 
+def _judge_times(model: _Asked, steps: int) -> None:
+    """The times at which the model was asked, before what they lead to."""
+    same(len(model.asked), steps, f"the number of model calls for {steps} steps")
+    times = [float(t.flatten()[0]) for _, t, _ in model.asked]
+    want = [1 - i / steps for i in range(steps)]
+    if max(abs(a - b) for a, b in zip(times, want, strict=True)) < 1e-6:
+        return
+    known = {
+        "linspace(1, 0, steps) has both ends: take steps + 1 points and leave the last out": [
+            1 - i / max(steps - 1, 1) for i in range(steps)
+        ],
+        "a step begins at its later time: ask at t, then move from t to t - 1/steps": [
+            1 - (i + 1) / steps for i in range(steps)
+        ],
+        "t = 1 is noise here: count down from 1": [i / steps for i in range(steps)],
+        "t is unscaled: a factor of 1000 belongs into the model": [1000 * t for t in want],
+    }
+    hint = next(
+        (h for h, ts in known.items() if torch.allclose(*map(torch.tensor, (times, ts)))), ""
+    )
+    asked, wanted = (", ".join(f"{t:.4g}" for t in ts) for ts in (times, want))
+    raise Wrong(
+        f"in {steps} steps the model was asked at t = {asked}, expected {wanted}", hint=hint
+    )
+
+
 @check("euler_sample")
 def euler_sample(answer, report):
     """From noise to data."""
@@ -379,19 +423,13 @@ def euler_sample(answer, report):
         "equal steps from t=1 to t=0 along minus the velocity",
         hint="the model is asked at 1, 1 - 1/steps, …, 1/steps; x moves by -1/steps times v",
     ):
-        for steps in (1, 4, 7):
+        for steps in (4, 7, 1):
             model = _Asked().to(where)
             given = noise.to(where)
             with unchanged("euler_sample", given):
                 got = answer(model, given, labels.to(where), steps)
+            _judge_times(model, steps)
             close(got, _euler(noise, labels, steps, 1.0, 0), f"the sample after {steps} steps")
-            same(len(model.asked), steps, "the number of model calls")
-            times = [float(t[0]) for _, t, _ in model.asked]
-            want = [1 - i / steps for i in range(steps)]
-            expect(
-                max(abs(a - b) for a, b in zip(times, want, strict=True)) < 1e-6,
-                f"the model was asked at {[round(t, 3) for t in times]}, expected {want}",
-            )
     with report.property(
         "t is one fp32 number a sample", hint="a tensor [B], not a Python float, not float64"
     ):
@@ -407,9 +445,9 @@ def euler_sample(answer, report):
         for g, null in ((2.5, 10), (2.5, 0), (0.5, 10), (0.0, 10)):
             model = _Asked().to(where)
             got = answer(model, noise.to(where), labels.to(where), 5, g, null)
+            same(len(model.asked), 5, "the number of model calls for 5 guided steps")
             what = f"the sample, guidance {g}, null label {null}"
             close(got, _euler(noise, labels, 5, g, null), what)
-            same(len(model.asked), 5, "the number of model calls for 5 guided steps")
     with report.property(
         "no gradient is recorded", hint="torch.no_grad: a graph over all steps fills the memory"
     ):

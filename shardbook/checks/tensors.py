@@ -1,5 +1,6 @@
 """Chapter 11: what a layout operation does to sizes, strides and storage."""
 
+import numbers
 import random as rand
 from collections.abc import Callable, Iterator
 
@@ -11,9 +12,14 @@ from ..devices import device
 from .compare import close, expect, random, refuses, same, unchanged
 from .functions import strided
 from .report import check
+from .wrong import Wrong
 
 SHAPES = [(), (5,), (2, 3, 4), (7, 2), (3, 1, 5), (1, 6), (4, 1), (2, 0, 3), (0,), (3, 4, 0), (1,)]
-DTYPE = "nothing is computed here, so bf16, integers and bools pass through as they are"
+DTYPE = (
+    "nothing is computed here, so bf16, float64, integers and bools pass through as they are: "
+    "float32 has no integers beyond 2**24; new tensors take their dtype and device from the input"
+)
+VIEW = "view fails where the strides can't be merged: reshape copies where it must"
 DIFFERENTIABLE = "stay with differentiable torch operations: no .data, detach or numpy"
 
 
@@ -32,24 +38,36 @@ def contiguous_strides(answer, report):
         hint="a plain product makes all strides left of a size of 0 zero; torch takes max(size, 1)",
     ):
         for shape in SHAPES:
-            _same_strides(answer, shape)
+            if 0 in shape:
+                _same_strides(answer, shape)
     with report.property(
         "agrees with torch on 200 random shapes, lists and torch.Size too",
         hint="shape may be a list, a tuple or a torch.Size; the result is a tuple of ints",
     ):
         rng = rand.Random(11)
         for _ in range(200):
-            shape = [rng.choice([0, 1, 2, 3, 5, 7]) for _ in range(rng.randint(0, 5))]
+            shape = [rng.choice([0, 1, 2, 3, 5, 7]) for _ in range(rng.randint(1, 5))]
             _same_strides(answer, shape)
             _same_strides(answer, torch.Size(shape))
+        strides = answer((2, 3, 4))
+        expect(
+            all(isinstance(s, numbers.Integral) for s in strides),
+            f"the strides of (2, 3, 4) are {strides}, expected ints",
+            "type",
+        )
     with (
         report.property(
             "works them out from the sizes alone",
-            hint="no tensor is needed: multiply the sizes from the right",
+            hint="no tensor is needed: multiply the sizes from the right, as ints: floats "
+            "keep 53 bits",
         ),
         _Without("stride"),
     ):
-        answer((2, 3, 4))
+        expect(answer((2, 3, 4)) is not None, "it returns nothing", "none")
+        last = 2**18 + 5
+        large = (7, 2**18 + 1, 2**18 + 3, last)  # 54 bits in the first stride
+        first = (2**18 + 1) * (2**18 + 3) * last
+        same(list(answer(large)), [first, (2**18 + 3) * last, last, 1], f"the result for {large}")
 
 
 @check("can_view")
@@ -122,14 +140,15 @@ def can_view(answer, report):
         ),
         _Without("view", "reshape", "stride", "view_as", "flatten", "is_contiguous"),
     ):
-        answer((2, 3), (3, 1), (6,))
-        answer((2, 3), (1, 2), (6,))
+        for strides in ((3, 1), (1, 2)):
+            told = answer((2, 3), strides, (6,))
+            expect(told is not None, "it returns nothing", "none")
 
 
 @check("split_heads")
 def split_heads(answer, report):
     """Compared with one slice of the channels a head."""
-    x = random(2, 5, 12)
+    answer, x = told(answer), random(2, 5, 12)
     it = report.function(answer, lambda x, num_heads: torch.stack(x.chunk(num_heads, -1), 1))
     it.value(
         "gives head h channels h*D to (h+1)*D, as [B, H, S, D]",
@@ -152,7 +171,9 @@ def split_heads(answer, report):
         hint="unflatten splits one dimension and works with any strides; -1 in a view can't be "
         "inferred where another size is 0",
     )
-    it.dtypes("keeps the dtype", (x, 3), hint=DTYPE)
+    with report.property("keeps the dtype, every value and the device", hint=DTYPE):
+        for y in _dtypes(x.to(device())):
+            _passes(answer(y, 3), it.oracle(y, 3), "the result")
     it.gradient(
         "passes the gradient back to where each value came from", (x, 3), hint=DIFFERENTIABLE
     )
@@ -166,6 +187,7 @@ def split_heads(answer, report):
 @check("merge_heads")
 def merge_heads(answer, report):
     """Compared with the heads laid side by side."""
+    answer = told(answer)
     batch, heads, length, width = 2, 3, 5, 4
 
     def expected(x: Tensor) -> Tensor:
@@ -200,9 +222,9 @@ def merge_heads(answer, report):
     ):
         for y in [x, *_merge_inputs(batch, heads, length, width)]:
             expect(answer(y).is_contiguous(), f"for strides {y.stride()} it is not contiguous")
-    with report.property("keeps the dtype", hint=DTYPE):
+    with report.property("keeps the dtype, every value and the device", hint=DTYPE):
         for y in _dtypes(x):
-            close(answer(y), expected(y), f"the result for {y.dtype}")
+            _passes(answer(y), expected(y), "the result")
     with report.property(
         "passes the gradient back to where each value came from",
         hint=DIFFERENTIABLE,
@@ -213,6 +235,7 @@ def merge_heads(answer, report):
 @check("shard")
 def shard(answer, report):
     """Compared with torch.chunk, padded with empty pieces."""
+    answer = told(answer)
 
     def piece(x: Tensor, world_size: int, rank: int, dim: int) -> Tensor:
         pieces = x.chunk(world_size, dim)
@@ -261,9 +284,10 @@ def shard(answer, report):
                         f"the piece of rank {rank} along dim {dim}",
                         tolerance=0,
                     )
-    with report.property("keeps the dtype", hint=DTYPE):
+    with report.property("keeps the dtype, every value and the device", hint=DTYPE):
         for x in _dtypes(random(5, 3).to(device())):
-            close(answer(x, 2, 1), x[3:], f"the piece for {x.dtype}")
+            _passes(answer(x, 2, 1), x[3:], "the piece")
+            _passes(answer(x, 7, 6), x[:0], "the empty piece")
     with report.property(
         "passes the gradient back to its own rows",
         hint=DIFFERENTIABLE,
@@ -275,6 +299,7 @@ def shard(answer, report):
 @check("unshard")
 def unshard(answer, report):
     """Compared with the tensor that was cut by torch.chunk."""
+    answer = told(answer)
 
     def pieces(x: Tensor, world_size: int, dim: int) -> list[Tensor]:
         found = list(x.chunk(world_size, dim))
@@ -309,9 +334,11 @@ def unshard(answer, report):
             for world_size in (2, 4):
                 parts = [p.mT.contiguous().mT for p in pieces(x, world_size, dim)]
                 close(answer(parts, dim=dim), x, f"the tensor joined along dim {dim}", tolerance=0)
-    with report.property("keeps the dtype, takes a tuple as well as a list", hint=DTYPE):
+    with report.property(
+        "keeps the dtype, every value and the device, takes a tuple as well as a list", hint=DTYPE
+    ):
         for x in _dtypes(random(5, 3).to(device())):
-            close(answer(tuple(pieces(x, 2, 0))), x, f"the tensor for {x.dtype}")
+            _passes(answer(tuple(pieces(x, 2, 0))), x, "the tensor")
     with report.property(
         "passes the gradient back to every piece",
         hint=DIFFERENTIABLE,
@@ -323,6 +350,7 @@ def unshard(answer, report):
 @check("patchify")
 def patchify(answer, report):
     """Compared with squares cut out one by one."""
+    answer = told(answer)
     images = random(2, 3, 8, 12).to(device())
     with (
         report.property(
@@ -353,9 +381,9 @@ def patchify(answer, report):
             images[:0],
         ):
             close(answer(y, 4), _patches(y, 4), f"for strides {y.stride()} the tokens")
-    with report.property("keeps the dtype", hint=DTYPE):
+    with report.property("keeps the dtype, every value and the device", hint=DTYPE):
         for y in _dtypes(images):
-            close(answer(y, 4), _patches(y, 4), f"the tokens for {y.dtype}")
+            _passes(answer(y, 4), _patches(y, 4), "the tokens")
     with report.property(
         "passes the gradient back to every pixel",
         hint=DIFFERENTIABLE,
@@ -373,6 +401,7 @@ def patchify(answer, report):
 @check("unpatchify")
 def unpatchify(answer, report):
     """Compared with the images whose squares were cut out."""
+    answer = told(answer)
     images = random(2, 3, 8, 12).to(device())
     with report.property(
         "rebuilds images that are wider than high, and higher than wide",
@@ -401,9 +430,9 @@ def unpatchify(answer, report):
             torch.cat((tokens, tokens), dim=-1)[..., :48],
         ):
             close(answer(y, 4, 3, 8), images, f"for strides {y.stride()} the image", tolerance=0)
-    with report.property("keeps the dtype", hint=DTYPE):
+    with report.property("keeps the dtype, every value and the device", hint=DTYPE):
         for y in _dtypes(images):
-            close(answer(_patches(y, 4), 4, 3, 8), y, f"the image for {y.dtype}")
+            _passes(answer(_patches(y, 4), 4, 3, 8), y, "the image")
     with report.property(
         "passes the gradient back to every token",
         hint=DIFFERENTIABLE,
@@ -424,6 +453,7 @@ def unpatchify(answer, report):
 @check("sliding_windows")
 def sliding_windows(answer, report):
     """Compared with slices stacked one by one."""
+    answer = told(answer)
     x = random(11, 3).to(device())
     with report.property(
         "has floor((S - size) / step) + 1 windows, one when size is S",
@@ -463,9 +493,12 @@ def sliding_windows(answer, report):
             windows = answer(y, 4, 2)
             close(windows, _windows(y, 4, 2), f"for strides {y.stride()} the windows", tolerance=0)
             expect(_shares(windows, y), f"for strides {y.stride()} the windows lie in new memory")
-    with report.property("keeps the dtype", hint=DTYPE):
+    with report.property("keeps the dtype, every value and the device", hint=DTYPE):
         for y in _dtypes(x):
-            close(answer(y, 4, 2), _windows(y, 4, 2), f"the windows for {y.dtype}")
+            windows = answer(y, 4, 2)
+            _passes(windows, _windows(y, 4, 2), "the windows")
+            said = f"the windows for {y.dtype} lie in new memory"
+            expect(y.is_meta or _shares(windows, y), said, "memory")
     with report.property(
         "adds up the gradients of a row that lies in several windows",
         hint=DIFFERENTIABLE,
@@ -492,10 +525,8 @@ class _Without(TorchFunctionMode):
 
 
 def _same_strides(answer: Callable, shape) -> None:
-    what = f"the result for {tuple(shape)}"
-    strides = answer(shape)
-    expect(isinstance(strides, tuple), f"{what} is a {type(strides).__name__}, expected a tuple")
-    same(strides, torch.empty(tuple(shape)).stride(), what)
+    fresh = torch.empty(tuple(shape), device="meta")  # of any size, without memory
+    same(answer(shape), fresh.stride(), f"the result for {tuple(shape)}")
 
 
 def _views(x: Tensor, new: tuple[int, ...]) -> bool:
@@ -538,7 +569,41 @@ def _placed(x: Tensor) -> Tensor:
 
 
 def _dtypes(x: Tensor) -> list[Tensor]:
-    return [x.to(torch.bfloat16), (x * 100).to(torch.int64), x > 0]
+    """x in other dtypes, with values that float32 can't hold, and without memory."""
+    whole = (x * 100).to(torch.int64)
+    whole = whole + whole.sign() * 2**40
+    found = [x.to(torch.bfloat16), whole, x > 0, x.to("meta")]
+    if x.device.type in ("cpu", "cuda"):  # an NPU has no float64
+        found.append(x.double() * (1 + 2.0**-40))
+    return found
+
+
+def _passes(got: Tensor, expected: Tensor, what: str) -> None:
+    """Every value came through as it was, on the device where it was; the dtype is named."""
+    what = f"{what} for {expected.dtype}"
+    if expected.is_meta:
+        where = got.device if isinstance(got, Tensor) else type(got).__name__
+        said = f"{what} on the device 'meta' is on {where}, expected 'meta'"
+        expect(isinstance(got, Tensor) and got.is_meta, said, "device")
+        got, expected = (torch.empty_like(t, device="cpu").zero_() for t in (got, expected))
+    close(got, expected, what, tolerance=0)
+
+
+def told(answer: Callable) -> Callable:
+    """The answer, whose torch errors come with the hint that goes with them."""
+
+    def called(*args, **kwargs):
+        try:
+            return answer(*args, **kwargs)
+        except RuntimeError as error:  # NotImplementedError is one
+            if str(error).startswith("Cannot copy out of meta tensor"):
+                said = "it moves x away from its device; the result belongs where x is"
+                raise Wrong(said, "device") from error
+            if "view size is not compatible" in str(error):
+                error.hint = VIEW
+            raise
+
+    return called
 
 
 def _merge_inputs(batch: int, heads: int, length: int, width: int) -> list[Tensor]:

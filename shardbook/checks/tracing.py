@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..devices import device
 from .compare import expect, random, refuses, same
 from .report import check
+from .wrong import Wrong
 
 EPSILON = 1.001  # nanoseconds: microseconds are written as floats
 
@@ -148,6 +149,9 @@ def record_modules(answer, report):
         hint="a hook before forward starts the event, so append there, not when the call has ended",
     ):
         events = twice()
+        if len(events) == 2 * len(Log.seen):
+            said = "the second run gives the events of the first as well"
+            raise Wrong(said, hint="start with a new list of events at each call")
         same([e["name"] for e in events], [s[0] for s in Log.seen], "the order of the names")
         same([e["type"] for e in events][:2], ["Twice", "Scale"], "the first two types")
     with report.property(
@@ -220,10 +224,14 @@ def record_modules(answer, report):
         same(tidy(event["inputs"]), [((2, 6), I64)], "inputs of an embedding")
     with report.property(
         "parameters are the module's own",
-        hint="named_parameters(recurse=False): those of the children belong to the children",
+        hint="named_parameters(recurse=False): those of the children belong to the children, and "
+        "a frozen one (requires_grad False) is a parameter like others",
     ):
+        model = prepared(Twice())
+        model.scale.bias.requires_grad_(False)
+        events = events_of(model, x, mask=mask, options=("a", 1))
         for event, parameters in zip(
-            twice(), [{"line": (5, 7)}, {"weight": (5,), "bias": (1,)}], strict=False
+            events, [{"line": (5, 7)}, {"weight": (5,), "bias": (1,)}], strict=False
         ):
             got = {name: tuple(shape) for name, shape in event["parameters"].items()}
             same(got, parameters, f"parameters of {event['name'] or 'the root'!r}")
@@ -240,6 +248,9 @@ def record_modules(answer, report):
         answer(model, x, mask=mask, options=())
         expect(torch.equal(Log.seen[0][4], want), "the model's output is another under the tracer")
         expect("forward" not in vars(model), "the model's forward has been replaced")
+        if not all(m.training for m in model.modules()):
+            hint = "leave the mode to the caller: no eval(), or train() again at the end"
+            raise Wrong("the model was in training mode and is not afterwards", "kept", hint)
     with report.property(
         "the model's exception comes through and no hook remains",
         hint="remove the hooks in a finally block and let the exception pass",
@@ -259,11 +270,13 @@ def event(name: str, start: int, end: int, depth: int, **more) -> dict:
 
 def tight(zero: int) -> list[dict]:
     """Calls that touch to the nanosecond, from a clock that shows `zero`."""
+    day = 86_400_000_000_123  # nanoseconds: 47 bits, where float32 keeps 24
     rows = [("", 0, 157_536, 0), ("a", 0, 1_350, 1), ("b", 1_350, 157_536, 1)]
     rows += [
         ("b.0", 1_357, 100_001, 2),
         ("b.1", 100_001, 157_536, 2),
         ("b.1.x", 100_003, 157_535, 3),
+        ("late", day, day + 1_357, 0),
     ]
     return [event(name, zero + start, zero + end, depth) for name, start, end, depth in rows]
 
@@ -295,7 +308,10 @@ def to_chrome(answer, report):
         found = slices(tight(zero))
         for e in found:
             expect(isinstance(e.get("tid"), int), "tid is no whole number")
-            expect(isinstance(e.get("name"), str) and e["name"], "an event has no name to show")
+            expect(isinstance(e.get("name"), str), "a slice has no name")
+        if not found[0]["name"]:
+            said = "the slice of the root has an empty name: nothing to read in Perfetto"
+            raise Wrong(said, hint='the root\'s name is "": write its type, or "model", instead')
         same(
             [e["name"] for e in found][1:], [e["name"] for e in tight(0)][1:], "the names in order"
         )
@@ -323,7 +339,7 @@ def to_chrome(answer, report):
     with report.property(
         "keeps every nanosecond of start and end",
         hint="don't round to whole microseconds or to two digits; subtract the nanoseconds first, "
-        "divide then",
+        "divide then, in Python's floats: a float32 tensor keeps 7 digits",
     ):
         for e, (start, end) in zip(tight(0), spans(tight(zero)), strict=True):
             expect(
@@ -414,6 +430,22 @@ def parameter_table(answer, report):
     ):
         for name, (_, nbytes) in counts.items():
             same(table()[name][1], nbytes, f"the bytes of {name or 'the root'!r}")
+    with report.property(
+        "counts frozen parameters like others",
+        hint="requires_grad is no matter of memory: don't filter by it",
+    ):
+        frozen = Tied().to(device()).requires_grad_(False)
+        for name, value in answer(frozen).items():
+            same(tuple(value), counts[name], f"the entry of {name or 'the root'!r}, all frozen,")
+    with report.property(
+        "counts a model on the meta device",
+        hint="tell parameters apart by identity (id or parameters()): without memory data_ptr() is "
+        "0 for all of them",
+    ):
+        with torch.device("meta"):
+            unreal = Tied()
+        for name, value in answer(unreal).items():
+            same(tuple(value), counts[name], f"the entry of {name or 'the root'!r} on 'meta'")
     with report.property(
         "agrees with the model's own count on an encoder layer",
         hint="compare with sum(p.numel() for p in module.parameters())",

@@ -51,7 +51,7 @@ def zero_collapses(shape):
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-@wrong("contiguous_strides", says="expected a tuple")
+@wrong("contiguous_strides", says="return a tuple, not a list")
 def as_a_list(shape):
     return list(products_of_tails(shape))
 
@@ -64,6 +64,30 @@ def in_bytes(shape):
 @wrong("contiguous_strides", says="asks torch")
 def asks_torch(shape):
     return torch.empty(tuple(shape)).stride()
+
+
+@wrong("contiguous_strides", says=r"the result for \(\) is \(1,\), expected \(\)")
+def a_stride_for_a_scalar(shape):
+    return products_of_tails(shape) or (1,)
+
+
+@wrong("contiguous_strides", says="expected ints")
+def as_floats(shape):
+    return tuple(map(float, products_of_tails(shape)))
+
+
+@wrong("contiguous_strides", says="floats keep 53 bits")
+def by_division_of_floats(shape):
+    strides, left = [], math.prod(n or 1 for n in shape)
+    for n in shape:
+        left = int(left / (n or 1))
+        strides.append(left)
+    return tuple(strides)
+
+
+@wrong("contiguous_strides", says="return missing|is None")
+def strides_are_printed(shape):
+    print(products_of_tails(shape))
 
 
 # can_view
@@ -235,6 +259,11 @@ def runtime_error(x, num_heads):
     return x.unflatten(-1, (num_heads, x.shape[-1] // num_heads)).transpose(1, 2)
 
 
+@wrong("split_heads", says=r"2\*\*24")
+def split_in_floats(x, num_heads):
+    return split_by_einops(x.float(), num_heads).to(x.dtype)
+
+
 # merge_heads
 
 
@@ -267,7 +296,7 @@ def heads_innermost(x):
     return x.permute(0, 2, 3, 1).flatten(2).contiguous()
 
 
-@wrong("merge_heads", says="view")
+@wrong("merge_heads", says="view fails where the strides")
 def view_after_transpose(x):
     b, h, s, d = x.shape
     return x.transpose(1, 2).view(b, s, h * d)
@@ -292,6 +321,20 @@ def merged_data(x):
 @wrong("merge_heads", says="heads")
 def mean_of_heads(x):
     return x.mean(1).repeat(1, 1, x.shape[1])
+
+
+@wrong("merge_heads", says=r"2\*\*24")
+def merged_in_floats(x):
+    return merge_by_copy(x.float()).to(x.dtype)
+
+
+@wrong("merge_heads", says="belongs where x is")
+def merged_on_the_default_device(x):
+    b, h, s, d = x.shape
+    out = torch.zeros(b, s, h * d, dtype=x.dtype)
+    for i in range(h):
+        out = torch.cat((out[..., : i * d], x[:, i].to(out.device), out[..., (i + 1) * d :]), -1)
+    return out
 
 
 # shard
@@ -357,6 +400,14 @@ def padded(x, world_size, rank, dim=0):
     return torch.cat((x, x.new_zeros(tail)), dim).narrow(dim, rank * size, size)
 
 
+@wrong("shard", says="empty piece for|dtype and device")
+def empty_pieces_are_floats(x, world_size, rank, dim=0):
+    pieces = x.chunk(world_size, dim)
+    rest = list(x.shape)
+    rest[dim] = 0
+    return pieces[rank] if rank < len(pieces) else torch.zeros(rest)
+
+
 # unshard
 
 
@@ -414,6 +465,11 @@ def into_floats(shards, dim=0):
 @wrong("unshard", says="gradient")
 def by_buffer(shards, dim=0):
     return torch.cat([s.detach() for s in shards], dim)
+
+
+@wrong("unshard", says=r"2\*\*24")
+def through_floats(shards, dim=0):
+    return torch.cat([s.float() for s in shards], dim).to(shards[0].dtype)
 
 
 # patchify
@@ -486,6 +542,25 @@ def height_only(images, patch):
     if images.shape[2] % patch:
         raise ValueError("the patch does not divide the height")
     return cropped(images, patch)
+
+
+@wrong("patchify", says=r"2\*\*24")
+def patchify_by_unfold_in_floats(images, patch):
+    """F.unfold knows floating-point images only."""
+    _, c, h, w = images.shape
+    if h % patch or w % patch:
+        raise ValueError("the patch does not divide the image")
+    x = torch.nn.functional.unfold(images.float(), patch, stride=patch)  # [B, C*p*p, L]
+    tokens = x.unflatten(1, (c, patch * patch)).permute(0, 3, 2, 1).flatten(2)
+    return tokens.to(images.dtype)
+
+
+@wrong("patchify", says="shape|differ|off by")
+def as_many_columns_as_rows(images, patch):
+    b, c, h, _ = images.shape
+    rows = h // patch
+    x = images[..., : rows * patch].reshape(b, c, rows, patch, rows, patch)
+    return x.permute(0, 2, 4, 3, 5, 1).reshape(b, rows * rows, patch * patch * c)
 
 
 # unpatchify
@@ -568,6 +643,20 @@ def plain_error(tokens, patch, channels, height):
     return x.permute(0, 5, 1, 3, 2, 4).reshape(b, channels, height, n // rows * patch)
 
 
+@wrong("unpatchify", says=r"2\*\*24")
+def unpatchify_by_fold_in_floats(tokens, patch, channels, height):
+    """F.fold knows floating-point tokens only."""
+    b, n, length = tokens.shape
+    rows = height // patch
+    if length != patch * patch * channels or height % patch or n % rows:
+        raise ValueError("the sizes don't divide")
+    if not b:
+        return tokens.new_empty(0, channels, height, n // rows * patch)
+    x = tokens.float().unflatten(2, (-1, channels)).permute(0, 3, 2, 1).flatten(1, 2)
+    size = (height, n // rows * patch)
+    return torch.nn.functional.fold(x, size, patch, stride=patch).to(tokens.dtype)
+
+
 # sliding_windows
 
 
@@ -634,3 +723,8 @@ def silently_empty(x, size, step):
 @wrong("sliding_windows", says="gradient")
 def windows_of_detached(x, size, step):
     return tensors.sliding_windows(x.detach(), size, step)
+
+
+@wrong("sliding_windows", says=r"2\*\*24|new memory")
+def windows_in_floats(x, size, step):
+    return windows_by_unfold(x.float(), size, step).to(x.dtype)

@@ -184,6 +184,30 @@ def flatten(value):
             yield from flatten(item)
 
 
+_kept: list[dict] = []
+
+
+@wrong("record_modules", says="new list of events at each call")
+def events_are_kept_between_calls(model, *inputs, **kwargs):
+    _kept.extend(tracer()(model, *inputs, **kwargs))
+    return list(_kept)
+
+
+@wrong("record_modules", says="a frozen one")
+def trained_parameters_only(model, *inputs, **kwargs):
+    events = tracer()(model, *inputs, **kwargs)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    for e in events:
+        at = f"{e['name']}." if e["name"] else ""
+        e["parameters"] = {n: s for n, s in e["parameters"].items() if at + n in trained}
+    return events
+
+
+@wrong("record_modules", says="leave the mode to the caller")
+def switches_to_evaluation(model, *inputs, **kwargs):
+    return tracer()(model.eval(), *inputs, **kwargs)
+
+
 # to_chrome
 
 
@@ -288,6 +312,23 @@ def longest_first(events, rank=0):
     return written(sorted(events, key=lambda e: e["start_ns"] - e["end_ns"]), rank)
 
 
+@wrong("to_chrome", says="root's name")
+def the_root_has_no_name(events, rank=0):
+    return written(events, rank, name=lambda e: e["name"])
+
+
+@wrong("to_chrome", says="float32 tensor keeps 7 digits")
+def times_by_a_tensor(events, rank=0):
+    if not events:
+        return {"traceEvents": []}
+    starts = torch.tensor([e["start_ns"] for e in events])
+    times = ((starts - starts.min()) / 1000).tolist()
+    trace = written(events, rank)
+    for slice, ts in zip(trace["traceEvents"], times, strict=True):
+        slice["ts"] = ts
+    return trace
+
+
 # parameter_table
 
 
@@ -356,6 +397,27 @@ def the_head_owns_nothing(model):
         if not list(module.children()):
             seen |= {id(p) for p in fresh}
         table[name] = (sum(p.numel() for p in fresh), sum(p.nbytes for p in fresh))
+    return table
+
+
+@wrong("parameter_table", says="requires_grad is no matter of memory")
+def trained_ones_only(model):
+    table = {}
+    for name, module in model.named_modules():
+        mine = [p for p in module.parameters() if p.requires_grad]
+        table[name] = (sum(p.numel() for p in mine), sum(p.nbytes for p in mine))
+    return table
+
+
+@wrong("parameter_table", says="meta")
+def told_apart_by_where_they_lie(model):
+    table = {}
+    for name, module in model.named_modules():
+        mine = {p.data_ptr(): p for m in module.modules() for p in m.parameters(recurse=False)}
+        table[name] = (
+            sum(p.numel() for p in mine.values()),
+            sum(p.nbytes for p in mine.values()),
+        )
     return table
 
 

@@ -65,6 +65,23 @@ def cosines_and_sines_interleaved(t, dim, max_period=10_000):
     return F.pad(pairs, (0, dim % 2))
 
 
+@wrong("timestep_embedding", says="device=t.device")
+def frequencies_on_the_default_device(t, dim, max_period=10_000):
+    half = dim // 2
+    freqs = torch.exp(-math.log(max_period) * torch.arange(half, dtype=torch.float32) / half)
+    angles = t.to(freqs.device).float()[:, None] * freqs
+    return F.pad(torch.cat([angles.cos(), angles.sin()], dim=1), (0, dim % 2))
+
+
+@wrong("timestep_embedding", says="dim 2|off by|division")
+def divides_by_one_less(t, dim, max_period=10_000):
+    """As the transformer's code of some repositories does."""
+    half = dim // 2
+    steps = torch.arange(half, dtype=torch.float32, device=t.device) / (half - 1)
+    angles = t.float()[:, None] * torch.exp(-math.log(max_period) * steps)
+    return F.pad(torch.cat([angles.cos(), angles.sin()], dim=1), (0, dim % 2))
+
+
 # modulate
 
 
@@ -278,6 +295,14 @@ class BlockKeepsItsActivations(dit.DiTBlock):
         return super().forward(x, c, rope)
 
 
+@wrong("DiTBlock", says="sizes of 1")
+class SqueezesTheCondition(dit.DiTBlock):
+    """Right for batches; a sample alone loses its first dimension."""
+
+    def forward(self, x, c, rope=None):
+        return super().forward(x, c.squeeze(), rope)
+
+
 # flow_matching_loss
 
 
@@ -391,8 +416,14 @@ def _euler(name, says, time=lambda i, n: 1 - i / n, sign=-1, mix=None, needs=Tru
     wrong("euler_sample", says=says)(torch.no_grad()(answer))
 
 
-_euler("from_data_to_noise", "t=1 to t=0|1 - 1/steps", time=lambda i, n: i / n)
-_euler("asks_at_the_end_of_a_step", "1 - 1/steps", time=lambda i, n: 1 - (i + 1) / n)
+_euler("from_data_to_noise", "count down from 1", time=lambda i, n: i / n)
+_euler("asks_at_the_end_of_a_step", "begins at its later time", time=lambda i, n: 1 - (i + 1) / n)
+_euler(
+    "both_ends_are_points",
+    r"at t = 1, 0.6667(.|\n)*leave the last out",
+    time=lambda i, n: 1 - i / max(n - 1, 1),
+)
+_euler("a_thousand_times_t", "factor of 1000", time=lambda i, n: 1000 * (1 - i / n))
 _euler("adds_the_velocity", "minus the velocity|-1/steps", sign=1)
 _euler("two_calls_a_step", "batched|number of model calls")
 _euler("guides_from_the_condition", "uncond", mix=lambda r, v, g: v + g * (v - r))
