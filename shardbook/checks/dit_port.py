@@ -7,10 +7,13 @@ from torch import Tensor, nn
 
 from .. import calls
 from ..devices import device
+from ..ranks.result import NotWritten, RankError
 from .compare import close, expect, random, refuses, same, total, unchanged
 from .diffusion import block_by_formula, fill, narrow, turn
-from .groups import held, last_ranks, tensors_of
-from .report import check
+from .groups import held, last_ranks, refusal, tensors_of
+from .report import Report, check
+from .tensors import told
+from .wrong import Wrong, text_of
 
 SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
 
@@ -52,6 +55,17 @@ def rope_3d(answer, report):
         wanted = _tables(some, (2, 4, 2))
         close(cos, wanted[0], "cos")
         close(sin, wanted[1], "sin")
+        again, wanted = (
+            answer(some.flip(0).to(device()), 8, (2, 4, 2)),
+            _tables(some.flip(0), (2, 4, 2)),
+        )
+        close(again[0], wanted[0], "cos of as many other positions, asked next,")
+        one = torch.tensor([[3, 1, 2]])
+        close(
+            answer(one.to(device()), 2, (0, 2, 0))[1],
+            _tables(one, (0, 2, 0))[1],
+            "sin of one token",
+        )
     with report.property(
         "fp32 tables from integer or fp32 positions; no float64, no complex numbers",
         hint="make the frequencies in fp32 on the positions' device",
@@ -59,6 +73,9 @@ def rope_3d(answer, report):
         for positions in (grid, grid.float()):
             cos, sin = narrow(lambda p=positions: answer(p.to(device()), 12, (4, 4, 4)), "rope_3d")
             same((cos.dtype, sin.dtype), (torch.float32,) * 2, "the dtypes of the tables")
+        tables = told(answer)(grid.to("meta"), 12, (4, 4, 4))
+        where = [t.device.type for t in tables]
+        same(where, ["meta"] * 2, "the devices of the tables for positions on meta")
     with report.property(
         "ValueError for an odd split, or one that does not sum to head_dim",
         hint="channels turn in pairs",
@@ -81,6 +98,8 @@ def apply_rope(answer, report):
         with unchanged("apply_rope", *inputs):
             got = answer(*inputs)
         close(got, turn(x, cos, sin), "the turned x")
+        one = [t.to(device()) for t in (x[:1, :1, :1, :2], cos[:1, :2], sin[:1, :2])]
+        close(answer(*one), turn(*one), "the turned x of one sample, head and token")
         strided = x.transpose(1, 2).contiguous().transpose(1, 2).to(device())
         close(answer(strided, *inputs[1:]), turn(x, cos, sin), "the result for a strided x")
     with report.property(
@@ -384,6 +403,15 @@ def ulysses_dit_forward(answer, report):
                     expect(moved <= most, f"{where} handed them {moved} bytes, expected {most}")
                 rest = sum(c.nbytes for c in forward if c.op != "all_to_all")
                 expect(rest <= 2 * 24 * 24 * 4, f"{where} moved {rest} bytes by other calls")
+    refused = False
+    with report.property(
+        "ValueError where tokens or heads do not divide",
+        hint="compare the sizes before anything is sent: all-to-all needs equal parts, and ends "
+        "the process where they are not",
+    ):
+        _refused_on_ranks(report, answer, "10 tokens")
+        _refused_on_ranks(report, answer, "6 heads")
+        refused = True
     with report.property(
         "the model is left as it was: no hooks, no replaced methods, same result alone",
         hint="remove what you put in, also when the model raises",
@@ -393,13 +421,7 @@ def ulysses_dit_forward(answer, report):
             for size, rank, *_, clean, again in results:
                 expect(clean, f"something is left on the model on rank {rank} of {size}")
                 close(again, want, f"model(x, t, labels) afterwards on rank {rank} of {size}")
-        for problem in report.ranks(_ulysses_left, 4, answer):
-            expect(problem is None, problem or "")
-    with report.property(
-        "ValueError where tokens or heads do not divide",
-        hint="10 tokens on 4 ranks would silently change the length",
-    ):
-        for problem in report.ranks(_ulysses_refused, 4, answer):
+        for problem in report.ranks(_ulysses_left, 4, answer, refused):
             expect(problem is None, problem or "")
 
 
@@ -410,16 +432,17 @@ class _Broken(nn.Module):
         raise RuntimeError("the check's second block raises")
 
 
-def _ulysses_left(answer) -> str | None:
-    """What a call that raises leaves behind."""
+def _ulysses_left(answer, refused: bool) -> str | None:
+    """What a call that raises leaves behind; refused: it raises for sizes that don't divide."""
     broken = _Model(rope=False).eval()
     broken.blocks[1] = _Broken().eval()
     inputs, few = _model_inputs(), _model_inputs(10)
-    for model, given, what in (
+    cases = [
         (broken, inputs, "the second block raised"),
         (_Model(10), few, "it was given 10 tokens for 4 ranks"),
         (_Model(heads=6), inputs, "it was given 6 heads for 4 ranks"),
-    ):
+    ]
+    for model, given, what in cases if refused else cases[:1]:
         before = _state(model.to(device()))
         try:
             answer(model, *[v.to(device()) for v in given])
@@ -438,15 +461,25 @@ def _ulysses_left(answer) -> str | None:
     return None
 
 
-def _ulysses_refused(answer) -> str | None:
+def _refused_on_ranks(report: Report, answer, what: str) -> None:
+    """Every rank raises ValueError; an end in the collectives is no refusal either."""
+    what_on = f"{what} on 4 ranks"
     try:
-        tokens = [v.to(device()) for v in _model_inputs(10)]
-        refuses(answer, _Model(10).to(device()), *tokens, what="10 tokens on 4 ranks")
-        tokens = [v.to(device()) for v in _model_inputs()]
-        refuses(answer, _Model(heads=6).to(device()), *tokens, what="6 heads on 4 ranks")
-    except AssertionError as error:
-        return str(error)
-    return None
+        problems = report.ranks(_ulysses_refused, 4, answer, what)
+    except NotWritten:
+        raise
+    except RankError as error:
+        how = "hung" if getattr(error, "hung", False) else text_of(error).splitlines()[0]
+        raise Wrong(f"{what_on} raised no ValueError: {how}", "refusal") from error
+    for problem in problems:
+        expect(problem is None, problem or "", "refusal")
+
+
+def _ulysses_refused(answer, what: str) -> str | None:
+    model = _Model(10) if what == "10 tokens" else _Model(heads=6)
+    inputs = _model_inputs(10) if what == "10 tokens" else _model_inputs()
+    inputs = [v.to(device()) for v in inputs]
+    return refusal(answer, model.to(device()), *inputs, what=f"{what} on 4 ranks") or None
 
 
 # ---- preference

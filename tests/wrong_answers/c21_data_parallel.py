@@ -175,6 +175,34 @@ def only_the_first_ranks_gradients(model, group=None):
             dist.broadcast(p.grad, group=group, group_src=0)
 
 
+@wrong("average_gradients_", says="half of float64's digits")
+def everything_as_fp32(model, group=None):
+    """One message for all dtypes."""
+    used = [
+        p
+        for p, has in zip(
+            model.parameters(), data.has_gradient(list(model.parameters()), group), strict=True
+        )
+        if has
+    ]
+    if not used:
+        return
+    flat = torch.cat([data.gradient_or_zeros(p).flatten().float() for p in used])
+    for piece in flat.split(6_000_000):
+        dist.all_reduce(piece, group=group)
+    flat /= dist.get_world_size(group)
+    for p, piece in zip(used, flat.split([p.numel() for p in used]), strict=True):
+        p.grad = piece.view(p.shape).to(p.dtype, copy=True)
+
+
+@wrong("average_gradients_", says="frozen")
+def zeros_for_frozen_parameters(model, group=None):
+    data.average_gradients_(model, group)
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.grad = torch.zeros_like(p)
+
+
 # BucketedDataParallel
 
 Bucketed = data.BucketedDataParallel
@@ -406,6 +434,48 @@ class ForgetsToReset(Bucketed):
             super().gradient_arrived(param)
 
 
+@wrong("BucketedDataParallel", says="broadcast all parameters")
+class BroadcastsWhatIsTrained(Bucketed):
+    def __init__(self, module, bucket_bytes=25_000_000, group=None):
+        kept = {n: p.clone() for n, p in module.named_parameters() if not p.requires_grad}
+        super().__init__(module, bucket_bytes, group)
+        module.load_state_dict(kept, strict=False)
+
+
+@wrong("BucketedDataParallel", says="requires_grad into buckets")
+class HooksEveryParameter(Bucketed):
+    """A hook on a frozen parameter raises."""
+
+    def __init__(self, module, bucket_bytes=25_000_000, group=None):
+        super().__init__(module, bucket_bytes, group)
+        for p in module.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: None)
+
+
+@wrong("BucketedDataParallel", says="stay frozen")
+class ThawsEverything(Bucketed):
+    def __init__(self, module, bucket_bytes=25_000_000, group=None):
+        super().__init__(module.requires_grad_(), bucket_bytes, group)
+
+
+@wrong("BucketedDataParallel", says="the 3 micro-batches again")
+class DividesByTheMicroBatches(Bucketed):
+    quiet = 0
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        with super().no_sync():
+            yield
+        self.quiet = 2
+
+    def finish(self):
+        super().finish()
+        for p in self.bucket_of:
+            if p.grad is not None:
+                p.grad /= 1 + self.quiet
+        self.quiet = 0
+
+
 # ZeroAdamW
 
 Zero = zero.ZeroAdamW
@@ -504,13 +574,25 @@ class OneStepCountForAll(Zero):
         super().adamw_(p, grad, state, options)
 
 
-@wrong("ZeroAdamW", says="decoupled")
+@wrong("ZeroAdamW", says="it is decoupled")
 class CoupledWeightDecay(Zero):
     """Adam's L2 instead of AdamW's decay."""
 
     def adamw_(self, p, grad, state, options):
         coupled = options | {"weight_decay": 0.0}
         super().adamw_(p, grad + options["weight_decay"] * p, state, coupled)
+
+
+@wrong("ZeroAdamW", says="no weight decay reached")
+class NoWeightDecay(Zero):
+    def adamw_(self, p, grad, state, options):
+        super().adamw_(p, grad, state, options | {"weight_decay": 0.0})
+
+
+@wrong("ZeroAdamW", says="group's own lr and weight_decay|at every step")
+class OptionsOfTheFirstGroup(Zero):
+    def adamw_(self, p, grad, state, options):
+        super().adamw_(p, grad, state, self.param_groups[0])
 
 
 @wrong("ZeroAdamW", says="bias-corrected")
@@ -522,7 +604,7 @@ class NoBiasCorrection(Zero):
         p.addcdiv_(state["exp_avg"], denominator, value=-options["lr"])
 
 
-@wrong("ZeroAdamW", says="divide by the number")
+@wrong("ZeroAdamW", says="were added up over the ranks")
 class SummedGradients(Zero):
     def adamw_(self, p, grad, state, options):
         super().adamw_(p, grad * dist.get_world_size(self.group), state, options)
@@ -913,6 +995,35 @@ def scales_parameters_too(shards, max_norm, group=None):
     for p in shards:
         p.data.mul_(min(1.0, max_norm / float(total)))
     return total
+
+
+def _half_clip(shards, max_norm, group, start):
+    grads = [p.grad for p in shards if p.grad is not None]
+    squares = start(grads)
+    for g in grads:
+        squares = squares + g.square().sum()
+    total = _reduced(squares, group).sqrt()
+    for g in grads:
+        g.mul_((max_norm / (total.float() + 1e-6)).clamp(max=1.0))
+    return total
+
+
+@wrong("clip_grad_norm_sharded_", says="beyond 65504")
+def squares_in_fp16(shards, max_norm, group=None):
+    from shardbook import device
+
+    return _half_clip(shards, max_norm, group, lambda grads: torch.zeros((), device=device()))
+
+
+@wrong("clip_grad_norm_sharded_", says="stands still at 256")
+def sums_in_bf16(shards, max_norm, group=None):
+    from shardbook import device
+
+    def start(grads):
+        dtype = grads[0].dtype if grads else torch.float32
+        return torch.zeros((), dtype=dtype, device=device())
+
+    return _half_clip(list(shards), max_norm, group, start)
 
 
 # training_memory

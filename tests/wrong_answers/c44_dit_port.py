@@ -93,6 +93,29 @@ def any_split(positions, head_dim, split):
     return _both(_angles(positions, [n // 2 * 2 for n in split]))
 
 
+_tables: dict = {}
+
+
+@wrong("rope_3d", says="as many other positions")
+def tables_kept_by_length(positions, head_dim, split):
+    key = (len(positions), head_dim, split, positions.dtype, positions.device)
+    if key not in _tables:
+        _tables[key] = column_by_column(positions, head_dim, split)
+    return _tables[key]
+
+
+@wrong("rope_3d", says="positions' device")
+def tables_on_the_default_device(positions, head_dim, split):
+    _refuse(head_dim, split)
+    where = torch.tensor(0.0).device
+    columns = []
+    for axis, channels in enumerate(split):
+        for i in range(channels // 2):
+            angle = positions[:, axis].float() * 10_000.0 ** (-2 * i / channels)
+            columns.append(angle.to(where))
+    return _both(torch.stack(columns, dim=1))
+
+
 # apply_rope
 
 
@@ -377,14 +400,14 @@ class _Attend(torch.overrides.TorchFunctionMode):
 
 
 def _forward(model, x, t, labels, group, attend=None, cut_rope=True, gather=True, clean=True,
-             only_without_errors=False):  # fmt: skip
+             only_without_errors=False, refuse=True):  # fmt: skip
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     attend = attend or (lambda q, k, v: ulysses_attention(q, k, v, group=group))
 
     def cut(y, dim):
-        if y.shape[dim] % world:
+        if refuse and y.shape[dim] % world:
             raise ValueError(f"{y.shape[dim]} tokens do not divide by {world} ranks")
-        return y.chunk(world, dim)[rank]
+        return y.tensor_split(world, dim)[rank]
 
     def first(module, args, kwargs):
         return (cut(args[0], 1), *args[1:]), kwargs
@@ -485,6 +508,12 @@ def remembers_its_inputs(model, x, t, labels, group=None):
 @wrong("ulysses_dit_forward", says="gradient of x")
 def inputs_without_gradient(model, x, t, labels, group=None):
     return _forward(model, x.detach(), t.detach(), labels, group)
+
+
+@wrong("ulysses_dit_forward", says="10 tokens on 4 ranks raised no ValueError")
+def cuts_what_does_not_divide(model, x, t, labels, group=None):
+    """The collectives end the process: all-to-all of unequal parts."""
+    return _forward(model, x, t, labels, group, refuse=False)
 
 
 # video_dpo_loss

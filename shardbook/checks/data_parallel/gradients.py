@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from ... import calls
 from ...devices import device
 from ...memory import held_bytes
-from ..compare import close, expect, random
+from ..compare import close, expect, random, same
 from ..groups import last_ranks
 from ..report import check
+from ..wrong import Wrong
 
 SIZES = (1, 2, 3, 4)  # group sizes
 
@@ -23,6 +24,30 @@ SIZES = (1, 2, 3, 4)  # group sizes
 def on_cpu(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Copies, None where there is none."""
     return {k: None if t is None else t.detach().cpu().clone() for k, t in tensors.items()}
+
+
+def near(actual, expected: Tensor, what: str, factors: dict[float, str], tolerance=1e-5) -> None:
+    """`close`, and where all values are off by one factor that is known, the hint that says why."""
+    try:
+        close(actual, expected, what, tolerance)
+    except Wrong as wrong:
+        if wrong.kind != "value" or not expected.is_floating_point():
+            raise
+        for factor, hint in factors.items():
+            times, off = factor * expected.double(), factor != 1 and bool(expected.any())
+            if off and torch.allclose(actual.double(), times, rtol=tolerance, atol=tolerance):
+                said = f"{wrong}; every value is {factor:.4g} times the expected one"
+                raise Wrong(said, hint=hint) from None
+        raise
+
+
+def scales(world: int) -> dict[float, str]:
+    """What the mean over `world` of four ranks is multiplied by when it is taken wrongly."""
+    return {
+        world: "this is the sum over the ranks: divide by the number of ranks",
+        1 / world: "the mean was divided again: divide by the number of ranks, once",
+        world / 4: "this is divided by all 4 ranks: take the size of that group",
+    }
 
 
 def _gradients(log: list[calls.Call], params: int) -> list[calls.Call]:
@@ -90,6 +115,24 @@ def _averaged_32_megabytes(answer) -> tuple[list[tuple[float, float]], int]:
     return means, held[1] - held[0]
 
 
+def _averaged_of_many_kinds(answer) -> dict[str, Tensor | None]:
+    """Gradients of an empty parameter, a frozen one and a float64 one, which an NPU has not."""
+    precise = torch.float64 if device().type in ("cpu", "cuda") else torch.float32
+    model = nn.ParameterDict(
+        {
+            "frozen": nn.Parameter(torch.zeros(4), requires_grad=False),
+            "empty": nn.Parameter(torch.zeros(0, 5)),
+            "precise": nn.Parameter(torch.zeros(3, dtype=precise)),
+        }
+    ).to(device())
+    model["empty"].grad = torch.zeros_like(model["empty"])
+    odd = 2.0**-40 * (1 + 2 * dist.get_rank())
+    model["precise"].grad = torch.ones_like(model["precise"]) + odd
+    answer(model)
+    grads = on_cpu({name: p.grad for name, p in model.items()})
+    return grads | {"thawed": model["frozen"].requires_grad}
+
+
 def _averaged_in_groups(answer):
     return [(size, *_averaged(answer, True, group, rank)[:1]) for size, group, rank in last_ranks()]
 
@@ -117,7 +160,7 @@ def _judge_means(grads: dict, world: int, missing: bool, names: tuple[str, ...])
         # bf16 has 8 bits of mantissa: a sum of four and a division round by up to 1 %
         dtype, tolerance = (torch.bfloat16, 3e-2) if name == "brain" else (torch.float32, 1e-5)
         what = f"the gradient of {name!r} on {world} rank{'s' * (world > 1)}"
-        close(actual, expected.to(dtype), what, tolerance)
+        near(actual, expected.to(dtype), what, scales(world), tolerance)
 
 
 @check("average_gradients_")
@@ -172,6 +215,19 @@ def average_gradients_(answer, report):
     ):
         for grads, *_ in report.ranks(_averaged, 4, answer, True):
             _judge_means(grads, 4, True, every)
+    with report.property(
+        "float64, empty and frozen parameters keep their dtype, shape and None",
+        hint="reduce every dtype as it is: float32 has half of float64's digits; a frozen "
+        "parameter has no gradient on any rank",
+    ):
+        for grads in report.ranks(_averaged_of_many_kinds, 2, answer):
+            got = grads["precise"]
+            expect(got is not None, "the gradient of a parameter is None, expected the mean")
+            wanted = torch.ones(3, dtype=got.dtype) + 2.0**-39
+            close(got, wanted, "the gradient in float64", 0.0)
+            close(grads["empty"], torch.zeros(0, 5), "the gradient of an empty parameter")
+            expect(grads["frozen"] is None, "a frozen parameter has got a gradient")
+            expect(not grads["thawed"], "a frozen parameter is trained afterwards")
     with report.property(
         "groups of 1 to 4 ranks average among themselves",
         hint="pass group= to every collective and divide by the size of that group",
@@ -350,6 +406,28 @@ def _interrupted(answer) -> tuple[dict, int]:
     return grads, len(_gradients(log, len(grads)))
 
 
+def _partly_frozen(seed: int) -> nn.Sequential:
+    """A trained layer behind a frozen one."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(random(*p.shape, seed=10 * seed + i))
+    model[0].requires_grad_(False)
+    return model
+
+
+def _frozen(answer) -> tuple[dict, dict, list[bool]]:
+    """Gradients and parameters after a step, and which parameters are trained."""
+    rank = dist.get_rank()
+    model = _partly_frozen(rank).to(device())
+    wrapped = answer(model)
+    wrapped(random(4, 5, seed=30 + rank).to(device())).square().mean().backward()
+    wrapped.finish()
+    named = dict(model.named_parameters())
+    grads = on_cpu({n: p.grad for n, p in named.items()})
+    return grads, on_cpu(named), [p.requires_grad for p in named.values()]
+
+
 @check("BucketedDataParallel")
 def bucketed_data_parallel(answer, report):
     """Broadcast, means, buckets, overlap, accumulation, unused parameters, groups."""
@@ -382,7 +460,7 @@ def bucketed_data_parallel(answer, report):
                 for name in names:
                     what = f"the gradient of {name} in step {step}"
                     expect(grads[name] is not None, f"{what} is None")
-                    close(grads[name], oracle[step][name], what)
+                    near(grads[name], oracle[step][name], what, scales(4))
     with report.property(
         "one all-reduce a bucket, no byte more than the gradients",
         hint="a bucket takes parameters until the next one would not fit in bucket_bytes, and "
@@ -444,6 +522,11 @@ def bucketed_data_parallel(answer, report):
         "holds the sum of the micro-batches; an error inside leaves it too: try … finally",
     ):
         oracle = _deep_alone(4, micro=3)
+        factors = scales(4) | {
+            1
+            / 3: "divided by the 3 micro-batches again: the loss of each was, before its backward",
+            3: "3 times too much: each of the 3 micro-batches was added up more than once",
+        }
         for steps in report.ranks(_trained, 4, answer, limit, micro=3):
             for step, (grads, log, stamps, quiet) in enumerate(steps):
                 expect(quiet == 0, f"{quiet} collective calls were made under no_sync()")
@@ -456,7 +539,7 @@ def bucketed_data_parallel(answer, report):
                 )
                 for name in names:
                     what = f"the accumulated gradient of {name} in step {step}"
-                    close(grads[name], oracle[step][name], what)
+                    near(grads[name], oracle[step][name], what, factors)
         oracle = _deep_alone(4, steps=1)[0]
         for grads, sent in report.ranks(_interrupted, 4, answer):
             expect(sent > 0, "once an error was raised under no_sync(), backward sends nothing")
@@ -477,6 +560,22 @@ def bucketed_data_parallel(answer, report):
                     zero = torch.zeros_like(p)
                     close(grads[name], zero, "the gradient of what no rank used", 0.0)
     with report.property(
+        "frozen parameters start as the first rank's and stay frozen",
+        hint="broadcast all parameters, but put only those with requires_grad into buckets: a "
+        "frozen one gets no gradient, so a bucket that waits for it never fills",
+    ):
+        alone = _partly_frozen(0)
+        losses = [alone(random(4, 5, seed=30 + r)).square().mean() for r in range(2)]
+        (sum(losses) / 2).backward()
+        for grads, after, trained_ones in report.ranks(_frozen, 2, answer):
+            same(trained_ones, [False, False, True, True], "requires_grad of the parameters")
+            for name, p in alone.named_parameters():
+                close(after[name], p.detach(), f"the parameter {name}", 0.0)
+                if p.requires_grad:
+                    close(grads[name], p.grad, f"the gradient of {name}")
+                else:
+                    expect(grads[name] is None, f"the frozen {name} has got a gradient")
+    with report.property(
         "groups of 1 to 4 ranks work on their own",
         hint="pass group= to every collective; the group's first rank need not be global rank 0",
     ):
@@ -486,4 +585,4 @@ def bucketed_data_parallel(answer, report):
                 for step, (grads, *_) in enumerate(steps):
                     for name in names:
                         what = f"the gradient of {name} on {size} rank{'s' * (size > 1)}"
-                        close(grads[name], oracles[size][step][name], what)
+                        near(grads[name], oracles[size][step][name], what, scales(size))

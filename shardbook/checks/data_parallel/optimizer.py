@@ -12,6 +12,7 @@ from ...memory import held_bytes
 from ..compare import close, expect, random, same
 from ..groups import last_ranks
 from ..report import check
+from ..wrong import Wrong
 
 
 def _parameters(count: int = 7) -> list[nn.Parameter]:
@@ -49,7 +50,13 @@ ADAMW = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 
 
 def _stepped(
-    make, world: int, rank: int | None, missing: bool, resumed: bool = False
+    make,
+    world: int,
+    rank: int | None,
+    missing: bool,
+    resumed: bool = False,
+    scale: float = 1.0,
+    schedule: bool = True,
 ) -> list[Tensor]:
     """Parameters after STEPS steps; rank None is the oracle: one process, the mean gradients.
 
@@ -64,14 +71,15 @@ def _stepped(
             state = copy.deepcopy(optimizer.state_dict())
             optimizer = make(_options(params), **ADAMW)
             optimizer.load_state_dict(state)
-        optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)  # as a schedule does
+        if schedule:
+            optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)
         for i, p in enumerate(params):
             ranks = range(world) if rank is None else [rank]
             found = [_gradient(i, step, r, missing, world) for r in ranks]
             if all(g is None for g in found):
                 p.grad = None
                 continue
-            grad = sum(g for g in found if g is not None) / len(found)
+            grad = scale * sum(g for g in found if g is not None) / len(found)
             p.grad = torch.empty_like(p).copy_(grad)
         optimizer.step()
     return [p.detach().cpu() for p in params]
@@ -115,6 +123,8 @@ def _zero_interface(answer):
         p.grad = torch.empty_like(p).copy_(random(*_shape_of(i), seed=i))
     frozen = params[1].requires_grad_(False)
     frozen.grad, before = None, frozen.clone()
+    params.append(nn.Parameter(torch.empty(0, 3, device=device())))  # of no elements
+    params[-1].grad = torch.empty_like(params[-1])
     optimizer = answer(iter(params), 0.1)
 
     def closure():
@@ -127,9 +137,56 @@ def _zero_interface(answer):
     cleared = all(p.grad is None or not p.grad.any() for p in params)
     optimizer.step()
     unmoved = torch.equal(kept, params[0]) if params[0].grad is None else True
-    unmoved = unmoved and torch.equal(before, frozen)
+    unmoved = unmoved and torch.equal(before, frozen) and not frozen.requires_grad
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
     return is_optimizer, None if loss is None else float(loss), cleared, unmoved
+
+
+def _without_decay(groups, **options):
+    return torch.optim.AdamW([{**g, "weight_decay": 0.0} for g in groups], **options)
+
+
+def _one_group(groups, **options):
+    """What an optimizer does that forgets what is said of a group."""
+    return torch.optim.AdamW([{"params": g["params"]} for g in groups], **options)
+
+
+def _slip(params: list[Tensor], world: int, missing: bool) -> str:
+    """The hint where the parameters are those of one known slip; "" where they are of none."""
+    adamw = torch.optim.AdamW
+    slips = {
+        "no weight decay reached the parameters: multiply them by 1 - lr * weight_decay, apart "
+        "from the moments": {"make": _without_decay},
+        "weight decay went through the moments; in AdamW it is decoupled: it multiplies the "
+        "parameters by 1 - lr * weight_decay": {"make": torch.optim.Adam},
+        "the gradients were added up over the ranks: divide by the number of ranks": {
+            "make": adamw,
+            "scale": world,
+        },
+        "the gradients were divided twice: divide by the number of ranks, once": {
+            "make": adamw,
+            "scale": 1 / world,
+        },
+        "the learning rate is that of the construction: read it from the parameter's own group at "
+        "every step, for a schedule changes it": {"make": adamw, "schedule": False},
+        "a group's own lr and weight_decay were not used: read them from the parameter's own "
+        "group at every step": {"make": _one_group},
+    }
+    for hint, slip in slips.items():
+        found = _stepped(
+            slip["make"],
+            world,
+            None,
+            missing,
+            scale=slip.get("scale", 1.0),
+            schedule=slip.get("schedule", True),
+        )
+        if all(
+            p.shape == f.shape and torch.allclose(p, f, 1e-4, 1e-5)
+            for p, f in zip(params, found, strict=True)
+        ):
+            return hint
+    return ""
 
 
 @check("ZeroAdamW")
@@ -140,7 +197,10 @@ def zero_adamw(answer, report):
         expected = _stepped(torch.optim.AdamW, world, None, missing)
         for i, (p, e) in enumerate(zip(params, expected, strict=True)):
             what = f"parameter {i} after {STEPS} steps on {world} rank{'s' * (world > 1)}"
-            close(p, e, what)
+            try:
+                close(p, e, what)
+            except Wrong as wrong:
+                raise Wrong(str(wrong), wrong.kind, _slip(params, world, missing)) from None
 
     with report.property(
         "equals torch.optim.AdamW on the averaged gradients",

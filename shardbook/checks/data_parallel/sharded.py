@@ -307,6 +307,23 @@ def _clipped_in_groups(answer):
     return [(n, _clipped(answer, "all", 0.7, g, r, n)) for n, g, r in last_ranks()]
 
 
+HALVES = (  # what squares end or stand still at: (dtype, gradient, parameters of one element)
+    (torch.float16, 300.0, 8),  # 300^2 is beyond 65504
+    (torch.bfloat16, 1.0, 400),  # 256 + 1 is 256
+)
+
+
+def _clipped_halves(answer) -> list[tuple[float, Tensor]]:
+    """Of each dtype the norm and the first gradient after clipping to 5."""
+    found = []
+    for dtype, value, count in HALVES:
+        params = [nn.Parameter(torch.ones(1, dtype=dtype, device=device())) for _ in range(count)]
+        for p in params:
+            p.grad = torch.full_like(p, value)
+        found.append((float(answer(params, 5.0)), params[0].grad.cpu()))
+    return found
+
+
 def _judge_clipping(results: list, kind: str, max_norm: float, size: int) -> None:
     full = [p for rank in range(size) for p in _shards(rank, size, kind)]
     expected = float(nn.utils.clip_grad_norm_(full, max_norm))
@@ -354,6 +371,18 @@ def clip_grad_norm_sharded_(answer, report):
         hint="it contributes 0, and calls the same collective as the others",
     ):
         _judge_clipping(report.ranks(_clipped, 4, answer, "bare", 0.7), "bare", 0.7, 4)
+    with report.property(
+        "adds the squares of 16-bit gradients in float32",
+        hint="g.float().square().sum(): a square beyond 65504 is inf in fp16, and a sum in bf16 "
+        "stands still at 256 times what is added",
+    ):
+        for found in report.ranks(_clipped_halves, 2, answer):
+            for (dtype, value, count), (norm, grad) in zip(HALVES, found, strict=True):
+                expected = value * (2 * count) ** 0.5
+                what = f"of {2 * count} gradients of {value:g} in {dtype}"
+                close(torch.tensor(norm), torch.tensor(expected), f"the norm {what}", 1e-2)
+                wanted = torch.tensor([value * 5 / expected], dtype=dtype)
+                close(grad, wanted, f"a clipped gradient {what}", 1e-2)
     with report.property(
         "groups of 1 to 4 ranks clip on their own",
         hint="pass group= to the all-reduce",
