@@ -204,3 +204,10 @@ def test_long_lines_break_between_words_where_a_person_reads(monkeypatch):
     assert shown[0] == right and shown[-1] == "  hint: short"
     assert all(len(line) <= 100 for line in shown[1:] if "x" * 120 not in line)
     assert " ".join(" ".join(shown[1:-1]).split()) == " ".join(wrong.split())
+
+
+def test_checks_of_classes_are_found_by_both_names():
+    from shardbook.checks import data_parallel as check
+
+    assert check.BucketedDataParallel is check.bucketed_data_parallel
+    assert check.FullySharded is check.fully_sharded
