@@ -35,12 +35,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--severity", choices=SEVERITIES, help="list this severity and worse")
     parser.add_argument("--fix", action="store_true", help="show the safe rewrites as a diff")
     parser.add_argument("--write", action="store_true", help="with --fix: also make them")
+    oldest = "with --fix: the oldest torch to write for (else the project's pins)"
+    parser.add_argument("--torch", metavar="VERSION", type=version, help=oldest)
     args = parser.parse_args(argv)
     if args.write and not args.fix:
         parser.error("--write goes with --fix: see the diff first")
     try:
         if args.fix:
-            return rewrite(args.paths, args.write)
+            return rewrite(args.paths, args.write, args.torch)
         return show(scan(args.paths), args.severity, args.json)
     except BrokenPipeError:  # `port … | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -156,15 +158,27 @@ def replace(path: Path, data: bytes) -> None:
             raise
 
 
-def rewrite(paths: list[str], write: bool) -> int:
+def version(text: str) -> tuple[int, int]:
+    """`2.4` or `2.4.1` as (2, 4)."""
+    parts = text.split(".")
+    if len(parts) < 2 or not all(p.isdigit() for p in parts[:2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no version: write --torch 2.4")
+    return int(parts[0]), int(parts[1])
+
+
+def rewrite(paths: list[str], write: bool, target: tuple[int, int] | None = None) -> int:
     """Show the safe rewrites of every file; make them if asked."""
     changed = 0
-    for path in python_files(existing(paths)):
+    given = existing(paths)
+    if target is None:
+        folders = [p if p.is_dir() else p.parent for p in given]
+        target = min(filter(None, (fix.pinned(f.resolve()) for f in folders)), default=None)
+    for path in python_files(given):
         try:
             text = path.read_bytes().decode("utf-8")
             mark = "\ufeff" if text.startswith("\ufeff") else ""  # a byte order mark stays
             source = text.removeprefix(mark)
-            shown = fix.diff(source, str(path))
+            shown = fix.diff(source, str(path), target)
         except (OSError, ValueError) as error:
             why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
             print(f"# {path} left alone: {why}", file=sys.stderr)
@@ -174,10 +188,13 @@ def rewrite(paths: list[str], write: bool) -> int:
             print(shown, end="")
             if write:
                 try:
-                    replace(path, (mark + fix.fixed(source)[0]).encode("utf-8"))
+                    replace(path, (mark + fix.fixed(source, target)[0]).encode("utf-8"))
                 except OSError as error:
                     changed -= 1
                     print(f"# {path} left alone: {error.strerror or error}", file=sys.stderr)
     verb = "rewritten" if write else "would change; add --write to make the changes"
     print(f"# {files(changed)} {verb}", file=sys.stderr)
+    if changed and target and target < (2, 7):
+        old = ": import torch_npu first, it is not loaded by itself" if target < (2, 5) else ""
+        print(f"# written for torch {target[0]}.{target[1]}{old}", file=sys.stderr)
     return 1 if changed and not write else 0
