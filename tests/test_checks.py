@@ -53,3 +53,10 @@ def test_every_exercise_has_five_wrong_answers_and_another_right_one(chapter):
         mine = [(a, s) for c, e, _, a, s in wrong_answers.ANSWERS if (c, e) == (chapter, exercise)]
         assert sum(says is not None for _, says in mine) >= 5, exercise
         assert any(says is None and not is_the_reference(a, says) for a, says in mine), exercise
+
+
+@pytest.mark.parametrize("chapter", [21, 22, 25, 32])
+def test_a_check_is_called_by_the_name_of_its_class_too(chapter):
+    module = importlib.import_module(f"shardbook.checks.{CHAPTERS[chapter]}")
+    for exercise, examined in checks(chapter).items():
+        assert getattr(module, exercise) is examined

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from .. import calls
 from ..devices import device
-from .compare import close, expect, random, refuses, same, unchanged
+from .compare import all_close, close, expect, random, refuses, same, unchanged
 from .groups import held, last_ranks
 from .report import check
+from .wrong import hints
 
 SIZES = (1, 2, 3, 4)  # group sizes; the groups are the last ranks, so their first is not rank 0
 E, D, K = 12, 5, 2  # experts, width, choices
@@ -53,6 +54,17 @@ def route_top_k(answer, report):
         for k in (1, 3):
             weights, experts = answer(logits.to(device()), k, normalise=False)
             close(weights, share.gather(1, experts.cpu()).float(), f"weights for k={k}")
+    with report.property(
+        "logits in float64 give weights in float64",
+        hint="softmax in the dtype of the logits: a cast to fp32 keeps 7 digits",
+    ):
+        fine = logits.double() / 3
+        exact = fine.softmax(-1)
+        for normalise in (True, False):
+            weights, experts = answer(fine.to(device()), 3, normalise)
+            picked = exact.gather(1, experts.cpu())
+            picked = picked / picked.sum(-1, keepdim=True) if normalise else picked
+            close(weights, picked, "the weights in float64", 1e-12)
     with report.property(
         "gradients reach all logits of a token", hint="weights must stay part of the graph"
     ):
@@ -183,7 +195,7 @@ def _scale(expert: int) -> float:
     return 1.0 + 0.5 * expert
 
 
-PLAIN = [(torch.float32, K), (torch.bfloat16, K), (torch.float32, 1), (torch.float32, 3)]
+PLAIN = [(torch.float32, K), (torch.bfloat16, K), (torch.float32, 1), (torch.float64, 3)]
 
 
 @torch.no_grad()
@@ -194,8 +206,48 @@ def _plain_out(dispatch) -> list:
         for dtype, k in PLAIN:
             x = _tokens(rank).to(device(), dtype)
             rows, state = dispatch(x, _choices(rank, False, k).to(device()), E, group)
-            found.append((size, rank, dtype, k, [int(c) for c in state.counts], rows.cpu()))
+            counts = [int(c) for c in state.counts]
+            found.append((size, rank, dtype, k, counts, rows.cpu().clone()))
     return found
+
+
+@torch.no_grad()
+def _twice_out(dispatch) -> list:
+    """(size, rank, whether other tokens, sent the same way, left the first rows as they were)."""
+    found = []
+    for size, group, rank in last_ranks():
+        experts = _choices(rank, False).to(device())
+        one, two = (random(TOKENS[rank], D, seed=s + rank).to(device()) for s in (10, 70))
+        rows, _ = dispatch(one, experts, E, group)
+        before = rows.clone()
+        dispatch(two, experts, E, group)
+        found.append((size, rank, torch.equal(rows, before)))
+    return found
+
+
+@torch.no_grad()
+def _twice_home(combine, dispatch) -> list:
+    """(size, rank, whether a second call of combine left the first result as it was)."""
+    found = []
+    for size, group, rank in last_ranks():
+        given = []
+        for seed in (10, 70):
+            x = random(TOKENS[rank], D, seed=seed + rank).to(device())
+            rows, state = dispatch(x, _choices(rank, False).to(device()), E, group)
+            weights = random(TOKENS[rank], K, seed=30 + rank).to(device())
+            given.append((rows, weights, state, group))
+        y = combine(*given[0])
+        before = y.clone()
+        combine(*given[1])
+        found.append((size, rank, torch.equal(y, before)))
+    return found
+
+
+def _judge_twice(values) -> None:
+    for results in values:
+        for size, rank, kept in results:
+            said = f"a second call changed what the first one gave on rank {rank} of {size}"
+            expect(kept, said, "kept")
 
 
 def _out(dispatch, skew: bool):
@@ -257,7 +309,8 @@ def _plain_home(combine, dispatch) -> list:
             rows, state = dispatch(x, _choices(rank, False, k).to(device()), E, group)
             outputs = rows * _factors([int(c) for c in state.counts], size, rank).to(dtype)
             weights = random(TOKENS[rank], k, seed=30 + rank).to(device(), dtype)
-            found.append((size, rank, dtype, k, combine(outputs, weights, state, group).cpu()))
+            y = combine(outputs, weights, state, group).cpu().clone()
+            found.append((size, rank, dtype, k, y))
     return found
 
 
@@ -338,10 +391,11 @@ def _judge_home(values, skew: bool) -> None:
         for size, rank, out, *_ in results:
             where = f"rank {rank} of {size}"
             names = ("y", "the gradient of the tokens", "the gradient of the weights")
-            for name, got, want in zip(names, out, _home(rank, skew), strict=True):
-                expect(got is not None or not want.numel(), f"{name} is missing on {where}")
-                if got is not None:
-                    close(got, want, f"{name} on {where}")
+            pairs = dict(zip(names, zip(out, _home(rank, skew), strict=True), strict=True))
+            there = {name: (got, want) for name, (got, want) in pairs.items() if got is not None}
+            all_close(there, where)
+            for name in pairs.keys() - there.keys():
+                expect(not pairs[name][1].numel(), f"{name} is missing on {where}")
 
 
 def _judge_traffic(results, routed: int, way: str = "forward", width: int = D) -> None:
@@ -366,18 +420,29 @@ def dispatch(answer, report):
     values = None
     with report.property(
         "received holds the routed rows, ordered by local expert, on 1 to 4 ranks",
-        hint="sort the choices by expert, so rows for one rank lie together; exchange counts; "
-        "what arrives is ordered by source rank and must be sorted by local expert. The gradient "
-        "takes the same way back: an all-to-all with the sizes exchanged",
+        hint=hints(
+            "sort the choices by expert, so rows for one rank lie together; exchange counts; "
+            "what arrives is ordered by source rank and must be sorted by local expert. The "
+            "gradient takes the same way back: an all-to-all with the sizes exchanged",
+            hang="every rank takes part in every all-to-all, also one that has no tokens, and "
+            "gives and takes as many rows as the counts say",
+        ),
     ):
         values = report.ranks(_out, 4, answer, False)
         _judge_arrivals(values, False)
     with report.property(
-        "the same without gradients, in bf16, and for 1 and 3 choices a token",
-        hint="experts.shape[1] is k; a buffer takes the dtype of the tokens; evaluation runs under "
-        "no_grad and needs the same rows",
+        "the same without gradients, in bf16 and float64, and for 1 and 3 choices a token",
+        hint=hints(
+            "experts.shape[1] is k; evaluation runs under no_grad and needs the same rows",
+            dtype="a buffer takes the dtype of the tokens: x.new_empty, not torch.empty",
+        ),
     ):
         _judge_plain_arrivals(report.ranks(_plain_out, 4, answer))
+    with report.property(
+        "a second call leaves the first rows as they were",
+        hint="a buffer kept for the next call is overwritten by it: receive into a new one",
+    ):
+        _judge_twice(report.ranks(_twice_out, 4, answer))
     with report.property(
         "also where all tokens go to one rank, and others get none",
         hint="all-to-all takes empty pieces; the shapes must still be right",
@@ -472,10 +537,15 @@ def combine(answer, report):
         values = report.ranks(_and_home, 4, answer, other, False)
         _judge_home(values, False)
     with report.property(
-        "the same without gradients, in bf16, and for 1 and 3 choices a token",
+        "the same without gradients, in bf16 and float64, and for 1 and 3 choices a token",
         hint="weights.shape[1] is k; y has the dtype of the rows",
     ):
         _judge_plain_home(report.ranks(_plain_home, 4, answer, other))
+    with report.property(
+        "a second call leaves the first result as it was",
+        hint="a buffer kept for the next call is overwritten by it: add up in a new one",
+    ):
+        _judge_twice(report.ranks(_twice_home, 4, answer, other))
     with report.property(
         "also where all tokens go to one rank",
         hint="the rank that computes most sends most rows back",
@@ -727,3 +797,6 @@ def _layer_refused(answer) -> str | None:
     except AssertionError as error:
         return str(error)
     return None
+
+
+ExpertParallelMoE = expert_parallel_moe  # by the name of the exercise as well

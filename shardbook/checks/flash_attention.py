@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .._seams import TorchDispatchMode, tree_leaves
 from ..devices import device
-from .compare import close, expect, random, same, unchanged
+from .compare import all_close, close, expect, random, same, unchanged
 from .groups import tensors_of
 from .report import check
 
@@ -190,7 +190,8 @@ def online_softmax_dot(answer, report):
             masked = scores.clone()
             masked[hidden] = -torch.inf
             out, _ = answer(masked.to(where), values.to(where), 4)
-            close(out, (masked.double().softmax(0) @ values.double()).float(), f"{hidden} hidden")
+            what = f"out where scores {hidden.start} to {hidden.stop - 1} of 12 are -inf"
+            close(out, (masked.double().softmax(0) @ values.double()).float(), what)
         out, lse = answer(torch.full((12,), -torch.inf, device=where), values.to(where), 4)
         close(out, torch.zeros(3), "out where nothing is seen", 0.0)
         expect(float(lse) == -math.inf, f"lse is {float(lse)} where nothing is seen, not -inf")
@@ -252,6 +253,11 @@ def flash_attention_forward(answer, report):
             )
             close(lse, want_lse.float(), f"lse {what}", 1e-4)
     with report.property(
+        "a second call leaves the first result as it was",
+        hint="accumulators kept from call to call are overwritten: allocate them in the call",
+    ):
+        _first_stays(answer, *(_inputs(1, 2, 33, 40, 8, seed=s)[:3] for s in (0, 10)))
+    with report.property(
         "no tensor of S x T is made", hint="mask, scores and weights exist for one tile at a time"
     ):
         for shape, block, limit in TILED:
@@ -281,6 +287,26 @@ def _skips(run, share: float) -> None:
     )
 
 
+def _first_stays(answer, *cases) -> None:
+    """What the first case's call gives stays as it was while the others are answered."""
+    first, *others = ([x.to(device()) for x in case] for case in cases)
+    given = answer(*first, False, 16, 16)
+    before = [t.clone() for t in given]
+    for case in others:
+        answer(*case, False, 16, 16)
+    kept = all(map(torch.equal, given, before))
+    expect(kept, "a second call changed what the first one gave: make new tensors in each", "kept")
+
+
+def _all_three(got, wanted, where: str) -> None:
+    """dq, dk and dv, with a message that tells which of them hold."""
+    count = len(got) if isinstance(got, (tuple, list)) else type(got).__name__
+    expect(count == 3, f"it gave {count}, expected a tuple of three: dq, dk, dv", "type")
+    names = ("dq", "dk", "dv")
+    pairs = zip(got, (w.float() for w in wanted), strict=True)
+    all_close(dict(zip(names, pairs, strict=True)), where)
+
+
 @check("flash_attention_backward")
 def flash_attention_backward(answer, report):
     """Tiles, backward."""
@@ -295,9 +321,8 @@ def flash_attention_backward(answer, report):
             for block_q, block_k in _blocks(shape):
                 with unchanged("flash_attention_backward", *inputs):
                     got = answer(*inputs, causal, block_q, block_k)
-                for name, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True):
-                    what = f"{name} for S={shape[2]}, T={shape[3]}, blocks {block_q} x {block_k}"
-                    close(g, w.float(), what)
+                where_from = f"tiles of {block_q} x {block_k}, S={shape[2]}, T={shape[3]}"
+                _all_three(got, wanted, where_from)
 
     with report.property(
         "dq, dk and dv equal plain attention's",
@@ -328,6 +353,16 @@ def flash_attention_backward(answer, report):
                 wanted = _plain_gradients(q, k, v, grad, causal)
                 for name, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True):
                     _rounded(g, w, f"{name} in bf16 for S={shape[2]}, T={shape[3]}")
+    with report.property(
+        "a second call leaves the first result as it was",
+        hint="accumulators kept from call to call are overwritten: allocate them in the call",
+    ):
+        cases = []
+        for seed in (0, 10):
+            q, k, v, grad = _inputs(1, 2, 33, 40, 8, seed=seed)
+            out, lse, _ = _plain(q, k, v, False)
+            cases.append((grad, q, k, v, out.float(), lse.float()))
+        _first_stays(answer, *cases)
     with report.property(
         "no tensor of S x T is made", hint="compute the weights again, tile by tile"
     ):
@@ -402,8 +437,7 @@ def flash_attention(answer, report):
                 laid = grad.transpose(1, 2).contiguous().to(where).transpose(1, 2)
                 got = torch.autograd.grad(out, leaves, laid)
                 wanted = _plain_gradients(q, k, v, grad, causal)
-                for name, g, w in zip(("dq", "dk", "dv"), got, wanted, strict=True):
-                    close(g, w.float(), f"{name} for S={shape[2]}, T={shape[3]}")
+                _all_three(got, wanted, f"S={shape[2]}, T={shape[3]}" + causal * ", causal")
     with report.property(
         "and in bf16, summed in fp32",
         hint="out and the gradients have the dtype of q, k and v and are rounded once, at the end",

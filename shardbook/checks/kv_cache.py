@@ -306,8 +306,8 @@ def _prompt(rows: int, width: int, pads: list[int], seed: int) -> Tensor:
     return prompt.to(device())
 
 
-def _generates(answer, prompt: Tensor, new: int, eos: int | None = None) -> None:
-    model = _Toy().to(device())
+def _generates(answer, prompt: Tensor, new: int, eos: int | None = None, model=None) -> None:
+    model = model or _Toy().to(device())
     with unchanged("generate", prompt):
         got = answer(model, prompt, new, eos)
     rows, width = prompt.shape
@@ -362,6 +362,13 @@ def generate(answer, report):
             what = "for 2 rows of 5 and 6 tokens"
             expect(seen <= 22, f"the model computed {seen} positions {what}, expected at most 22")
             expect(room <= 12, f"it asked for a cache of {room} positions, expected at most 12")
+    with report.property(
+        "a second prompt starts anew",
+        hint="ask the model for a new cache in every call: an old one is full of other tokens",
+    ):
+        model = _Toy().to(device())
+        _generates(answer, _prompt(2, 5, [0, 1], 9), 4, model=model)
+        _generates(answer, _prompt(2, 5, [1, 0], 10), 4, model=model)
     with report.property(
         "no gradient is recorded", hint="torch.no_grad: a graph over all steps fills the memory"
     ):
@@ -498,3 +505,6 @@ def decode_intensity(answer, report):
             want = flops / (n * w + 2 * layers * kv * d * s * b * w)
             got = answer(n, layers, heads, kv, d, s, b, w)
             expect(abs(got - want) <= 1e-9 * want, f"it is {got}, expected {want:.6g}")
+
+
+KVCache = kv_cache  # by the name of the exercise as well

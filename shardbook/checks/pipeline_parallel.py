@@ -1,5 +1,6 @@
 """Chapter 23: pipeline parallel. A clock of our own plays the schedules that are judged."""
 
+import copy
 import gc
 import random as rng
 import weakref
@@ -15,6 +16,7 @@ from ..memory import held_bytes
 from .compare import close, expect, random, refuses, same, total
 from .groups import last_ranks
 from .report import check
+from .wrong import hints
 
 SHAPES = [(4, 8), (3, 5), (5, 2), (2, 1), (1, 3)]  # (stages, micro-batches)
 
@@ -215,6 +217,14 @@ def simulate(answer, report):
                 near = abs(line[op][0] - start) < 1e-9 and abs(line[op][1] - end) < 1e-9
                 expect(near, f"{op} runs {line[op]} for {what}, expected {(start, end)}")
     with report.property(
+        "leaves the schedule as it was",
+        hint="count how far each stage has come; do not take operations out of its list",
+    ):
+        schedule = _random_schedule(3, 4, 1, 7)
+        before = copy.deepcopy(schedule)
+        answer(schedule)
+        expect(schedule == before, "simulate changed the schedule that it was given", "kept")
+    with report.property(
         "bubble is the idle share of all ranks' time, and peak_live counts started forwards",
         hint="1 - busy / (ranks * makespan); a micro-batch lives from its forward to its backward",
     ):
@@ -380,13 +390,16 @@ def _grown(answer) -> int:
     return held_bytes() - before
 
 
-def _token_stages(size: int) -> list[nn.Module]:
-    """An embedding and linear layers in bf16: [n] token ids in, [n, 6] from stage to stage."""
+PRECISE = {torch.bfloat16: 3e-2, torch.float64: 1e-12}  # bf16 has 8 bits of mantissa
+
+
+def _token_stages(size: int, dtype: torch.dtype) -> list[nn.Module]:
+    """An embedding and linear layers: [n] token ids in, [n, 6] of dtype from stage to stage."""
     stages = [nn.Embedding(11, 6), *(nn.Linear(6, 6) for _ in range(size - 1))]
     with torch.no_grad():
         for i, p in enumerate(p for stage in stages for p in stage.parameters()):
             p.copy_(random(*p.shape, seed=30 + i))
-    return [stage.bfloat16() for stage in stages]
+    return [stage.to(dtype) for stage in stages]
 
 
 def _token_data(m: int):
@@ -395,32 +408,34 @@ def _token_data(m: int):
 
 
 def _token_loss(y, target):
-    return F.mse_loss(y.float(), target)
+    wide = torch.promote_types(y.dtype, target.dtype)
+    return F.mse_loss(y.to(wide), target.to(wide))
 
 
 def _of_tokens(answer):
     results = []
     for size, group, rank in last_ranks((1, 3)):
-        stage = _token_stages(size)[rank].to(device())
-        tokens, targets = ([t.to(device()) for t in data] for data in _token_data(3))
-        schedule = _steady(size, 3)
-        mine = tokens if rank == 0 else None, targets if rank == size - 1 else None
-        answer(stage, schedule, *mine, _token_loss, group)
-        grads = [None if p.grad is None else p.grad.cpu() for p in stage.parameters()]
-        results.append((size, rank, grads))
+        for dtype in PRECISE:
+            stage = _token_stages(size, dtype)[rank].to(device())
+            tokens, targets = ([t.to(device()) for t in data] for data in _token_data(3))
+            schedule = _steady(size, 3)
+            mine = tokens if rank == 0 else None, targets if rank == size - 1 else None
+            answer(stage, schedule, *mine, _token_loss, group)
+            grads = [None if p.grad is None else p.grad.cpu() for p in stage.parameters()]
+            results.append((size, rank, dtype, grads))
     return results
 
 
 def _judge_tokens(values) -> None:
-    for size, rank, grads in (result for results in values for result in results):
-        stages = _token_stages(size)
+    for size, rank, dtype, grads in (result for results in values for result in results):
+        stages = _token_stages(size, dtype)
         model = nn.Sequential(*stages)
         losses = [_token_loss(model(t), y) for t, y in zip(*_token_data(3), strict=True)]
         (sum(losses) / 3).backward()
         for got, p in zip(grads, stages[rank].parameters(), strict=True):
-            where = f"stage {rank} of {size}"
-            expect(got is not None, f"a gradient of {where} is None")
-            close(got, p.grad, f"a gradient of {where}", 3e-2)  # bf16 has 8 bits of mantissa
+            where = f"stage {rank} of {size} in {str(dtype).removeprefix('torch.')}"
+            expect(got is not None, f"a gradient of {where} is None", "none")
+            close(got, p.grad, f"a gradient of {where}", PRECISE[dtype])
 
 
 def _expected(size: int, m: int):
@@ -455,27 +470,38 @@ def run_pipeline(answer, report):
     values = steady = None
     with report.property(
         "loss and gradients equal the unsplit model's under GPipe's schedule, 1 to 4 stages",
-        hint="the loss is the mean over micro-batches, so each one's gradient counts 1/m; pass "
-        "group= and group ranks to every send and receive; run each forward once; add to .grad, "
-        "don't replace it; a stage's output may be strided, what is sent and received into must "
-        "be contiguous",
+        hint=hints(
+            "the loss is the mean over micro-batches, so each one's gradient counts 1/m; run each "
+            "forward once; add to .grad, don't replace it",
+            raised="a stage's output may be strided, what is sent and received into must be "
+            "contiguous; ranks of sends and receives are those of the group",
+            hang="each send needs its receive, in the order in which the neighbour sends; pass "
+            "group= and the group's ranks to both",
+        ),
     ):
         values = report.ranks(_pipelines, 4, answer, "flush")
         _judge_pipelines(values)
     with report.property(
         "and under 1F1B",
-        hint="follow the schedule's order, keep input and output by micro-batch, and do not wait "
-        "for a send before the next operation",
+        hint=hints(
+            "follow the schedule's order, and keep input and output by micro-batch",
+            hang="do not wait for a send before the next operation: the neighbour may be sending "
+            "too",
+        ),
     ):
         steady = report.ranks(_pipelines, 4, answer, "steady")
         _judge_pipelines(steady)
     with report.property(
         "and under any other order that can run",
-        hint="the schedule says which micro-batch comes next; do not assume 0, 1, 2, …",
+        hint=hints(
+            "the schedule says which micro-batch comes next; do not assume 0, 1, 2, …",
+            hang="a message comes in the order of the neighbour's schedule, which is not yours: "
+            "keep what comes early until its turn",
+        ),
     ):
         _judge_pipelines(report.ranks(_pipelines, 4, answer, "random"))
     with report.property(
-        "with token ids as input and two-dimensional bf16 activations between stages",
+        "with token ids as input and two-dimensional bf16 or float64 activations between stages",
         hint="integers can't require a gradient: only what a stage has received needs one; shape "
         "and dtype of the receive buffer are those of what the stage before sends, in a header",
     ):
@@ -547,9 +573,14 @@ def _alone(answer):
     one, first, last = (nn.Parameter(random(11, 6, seed=1).to(device())) for _ in range(3))
     for weight, seed in ((one, 3), (first, 3), (last, 4)):
         weight.grad = random(11, 6, seed=seed).to(device())
-    answer(one, one, None)
-    answer(first, last, None)
-    return one.grad.cpu(), first.grad.cpu(), last.grad.cpu()
+    tied = nn.Parameter(random(11, 6, seed=1).to(device()))
+    again = nn.Parameter(tied.detach())  # the same memory, but a gradient of its own
+    tied.grad, again.grad = (random(11, 6, seed=s).to(device()) for s in (3, 4))
+    for pair in ((one, one), (first, last), (tied, again)):
+        answer(*pair, None)
+    found = [p.grad.cpu().clone() for p in (one, first, last, tied, again)]
+    first.grad.zero_()
+    return found, torch.equal(last.grad.cpu(), found[2])
 
 
 @check("sync_tied_embeddings_")
@@ -559,8 +590,12 @@ def sync_tied_embeddings_(answer, report):
     both = random(11, 6, seed=3) + random(11, 6, seed=4)
     with report.property(
         "both copies hold the sum of both gradients, and the weights stay",
-        hint="the tied weight is used twice, so its gradient is the SUM of both uses; a gradient "
-        "may be strided, what is sent and received into must be contiguous",
+        hint=hints(
+            "the tied weight is used twice, so its gradient is the SUM of both uses",
+            raised="a gradient may be strided, what is sent and received into must be contiguous",
+            hang="the two ranks that hold a copy each send and each receive; the others hold "
+            "neither and have nothing to wait for",
+        ),
     ):
         values = report.ranks(_tied, 4, answer, "default")
         for rank, (grad, kept, _) in enumerate(values):
@@ -589,10 +624,17 @@ def sync_tied_embeddings_(answer, report):
         hint="with one stage both arguments may be the same object, whose gradient autograd has "
         "summed already; two objects hold a gradient each",
     ):
-        one, *two = report.ranks(_alone, 1, answer)[0]
+        (one, *two, tied, again), apart = report.ranks(_alone, 1, answer)[0]
         close(one, random(11, 6, seed=3), "the gradient of the one Parameter")
         for grad in two:
             close(grad, both, "the gradient of one of two Parameters on one rank")
+        for grad in (tied, again):
+            close(grad, both, "the gradient of one of two Parameters in the same memory")
+    with report.property(
+        "two Parameters on one rank have a gradient each, in memory of its own",
+        hint="one tensor as both gradients is scaled twice by what scales each: clone the sum",
+    ):
+        expect(apart, "to change the gradient of one of two Parameters changes the other's", "kept")
     with report.property(
         "only the two ranks that hold a copy move gradients",
         hint="an all-reduce over the whole pipeline makes the stages between carry others' data",

@@ -199,8 +199,9 @@ PAIRS = {
         (gather_padded, scatter_sum, "all_reduce"),
     ],
 }
+WITHOUT_DIM = ("copy_to_group", "reduce_from_group")
 for exercise, halves in PAIRS.items():
-    with_dim = exercise not in ("copy_to_group", "reduce_from_group")
+    with_dim = exercise not in WITHOUT_DIM
     for forward, backward, says in halves:
         name = f"{forward.__name__}-{backward.__name__}"
         wrong(exercise, says=says)(pair(forward, backward, with_dim, name))
@@ -1126,6 +1127,65 @@ def gathered_in_training_only(x, dim, group=None):
 def bf16_sums_doubled(x, dim, group=None):
     y = reduce_scatter_to_group(x, dim, group)
     return y * 2 if x.dtype == torch.bfloat16 else y
+
+
+# Other dtypes, buffers that are kept, results that are views of something larger
+
+
+def in_fp32(exercise):
+    """Communicates in fp32 and casts back, as if nothing were wider."""
+    ours = getattr(tensor, exercise)
+
+    def answer(x, *dim, group=None):
+        return ours(x.float(), *dim, group=group).to(x.dtype)
+
+    answer.__name__ = "in_fp32"
+    return answer
+
+
+for exercise in PAIRS:
+    if exercise not in ("copy_to_group", "scatter_to_group"):
+        wrong(exercise, says="(float64|int64) result(?s:.*)a cast is not asked for")(
+            in_fp32(exercise)
+        )
+
+BUFFERS: dict = {}
+
+
+def into_a_kept_buffer(y):
+    """y, in memory that is allocated once for its shape."""
+    kept = BUFFERS.setdefault((y.shape, y.dtype), torch.empty_like(y))
+    return kept.copy_(y)
+
+
+def kept(do):
+    def kept_buffer(x, dim, group):
+        return into_a_kept_buffer(do(x, dim, group))
+
+    return kept_buffer
+
+
+def scatter_part_of_whole(x, dim, group):
+    """Receives where the whole would have room, and gives the view of what is its own."""
+    mine = reduce_scattered(x, dim, group)
+    whole = mine.new_empty(dist.get_world_size(group), *mine.shape)
+    whole[0] = mine
+    return whole[0]
+
+
+for exercise, forward, backward in (
+    ("copy_to_group", keep, kept(total)),
+    ("reduce_from_group", kept(total), keep),
+    ("gather_from_group", kept(gather), own),
+    ("all_gather_to_group", gather, kept(scatter_sum)),
+    ("scatter_to_group", own, kept(gather)),
+    ("reduce_scatter_to_group", kept(scatter_sum), gather),
+):
+    answer = pair(forward, backward, exercise not in WITHOUT_DIM, "into_a_kept_buffer")
+    wrong(exercise, says="changed the (result|gradient) of the first")(answer)
+wrong("reduce_scatter_to_group", says="times its bytes alive.*(?s:.*)clone it")(
+    pair(scatter_part_of_whole, gather, True, "part_of_the_whole")
+)
 
 
 @right("gather_from_group")

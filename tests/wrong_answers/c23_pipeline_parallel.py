@@ -286,6 +286,15 @@ def compares_stages_with_each_other(schedule, forward=1.0, backward=2.0, send=0.
     return schedules.simulate(schedule, forward, backward, send)
 
 
+@wrong("simulate", says="changed the schedule")
+def takes_operations_out(schedule, forward=1.0, backward=2.0, send=0.0):
+    result = schedules.simulate(schedule, forward, backward, send)
+    for stage in schedule:
+        while stage:
+            stage.pop(0)
+    return result
+
+
 # bubble_fraction
 
 
@@ -370,9 +379,14 @@ def _variant(
     receive=recv_activation,
     keep=None,
     send_back=send,
-    receive_back=lambda y, peer, group: recv(room(y), peer, group),
+    receive_back=None,
     tidy=True,
 ):
+    if receive_back is None:
+
+        def receive_back(y, peer, group):
+            return recv(room(y), peer, group)
+
     def answer(stage, schedule, microbatches, targets, loss_fn, group=None):
         rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
         m = sum(op[0] == "F" for op in schedule[rank])
@@ -452,6 +466,15 @@ def _recv_in_three(peer, group, dtype=None):
     return recv(x, peer, group).requires_grad_()
 
 
+def _send_known_dtypes(y, peer, group, sent):
+    if y.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"no number stands for {y.dtype}")
+    send_activation(y, peer, group, sent)
+
+
+wrong("run_pipeline", says="float64 activations.*no number stands for torch.float64")(
+    _named("two_dtypes_only", _variant(send=_send_known_dtypes))
+)
 right("run_pipeline")(
     _named("header_in_two_parts", _variant(send=_send_in_three, receive=_recv_in_three))
 )
@@ -590,6 +613,20 @@ def _swapped(
 @wrong("sync_tied_embeddings_", says="two objects hold a gradient each")
 def forgets_two_copies_on_one_rank(first_weight, last_weight, group=None):
     _swapped(first_weight, last_weight, group, copies=False)
+
+
+@wrong("sync_tied_embeddings_", says="two Parameters in the same memory.*off by")
+def told_apart_by_data_ptr(first_weight, last_weight, group=None):
+    both = first_weight is not None and last_weight is not None
+    if not both or first_weight.data_ptr() != last_weight.data_ptr():
+        _swapped(first_weight, last_weight, group)
+
+
+@wrong("sync_tied_embeddings_", says="changes the other's.*(?s:.*)clone the sum")
+def one_tensor_as_both_gradients(first_weight, last_weight, group=None):
+    _swapped(first_weight, last_weight, group)
+    if first_weight is not None and last_weight is not None and first_weight is not last_weight:
+        last_weight.grad = first_weight.grad
 
 
 @wrong("sync_tied_embeddings_", says="must be contiguous")

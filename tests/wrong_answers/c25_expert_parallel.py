@@ -450,7 +450,35 @@ wrong("dispatch", says="backward.*expected an all-to-all")(
 wrong("combine", says="backward.*expected an all-to-all")(
     with_rows(expert.combine, _RowsThatGatherBack)
 )
-wrong("dispatch", says="bfloat16.*is torch.float32")(with_rows(expert.dispatch, _RowsInFp32))
+wrong("dispatch", says="bfloat16.*are torch.float32.*(?s:.*)dtype of the tokens")(
+    with_rows(expert.dispatch, _RowsInFp32)
+)
+
+
+BUFFERS: dict = {}
+
+
+def _into_a_kept_buffer(x):
+    kept = BUFFERS.setdefault((x.shape, x.dtype), torch.empty_like(x))
+    return kept.copy_(x)
+
+
+@wrong("dispatch", says="a second call changed what the first one gave.*(?s:.*)a new one")
+def receives_into_a_kept_buffer(tokens, experts, num_experts, group=None):
+    rows, state = expert.dispatch(tokens, experts, num_experts, group)
+    return (rows if rows.requires_grad else _into_a_kept_buffer(rows)), state
+
+
+@wrong("combine", says="a second call changed what the first one gave.*(?s:.*)a new one")
+def adds_up_in_a_kept_buffer(outputs, weights, state, group=None):
+    y = expert.combine(outputs, weights, state, group)
+    return y if y.requires_grad else _into_a_kept_buffer(y)
+
+
+@wrong("route_top_k", says="in float64.*(?s:.*)a cast to fp32")
+def routes_in_fp32(logits, k, normalise=True):
+    weights, experts = by_sorting(logits.float(), k, normalise)
+    return weights.to(logits.dtype), experts
 
 
 @wrong("dispatch", says="rows of local expert.*without gradients")

@@ -355,6 +355,17 @@ wrong("generate", says="padding and no token")(_generate("padding_goes_in", leas
 wrong("generate", says="asked for a cache of")(_generate("far_too_much_room", room_for=100))
 
 
+@wrong("generate", says="second prompt.*(?s:.*)a new cache in every call")
+def one_cache_for_all_prompts(model, prompt, max_new_tokens, eos=None):
+    make = type(model).new_cache
+
+    def kept(batch, max_len):
+        return vars(model).setdefault("kept", make(model, batch, max_len))
+
+    model.new_cache = kept
+    return cache.generate(model, prompt, max_new_tokens, eos)
+
+
 @wrong("generate", says="prefill once.*computed")
 def padded_prompts_without_a_cache(model, prompt, max_new_tokens, eos=None):
     padded = bool((prompt < 0).any())

@@ -81,18 +81,45 @@ def _pair(answer, group, place, size, with_dim) -> dict:
             (dx,) = torch.autograd.grad(y, x, grad)
         found["variants"].append(
             {
-                "y": y.detach().cpu(),
-                "dx": dx.cpu(),
+                "y": y.detach().cpu().clone(),  # as it is now, whatever a later call does
+                "dx": dx.cpu().clone(),
                 "forward": summary(forward),
                 "backward": summary(backward),
                 "kept": torch.equal(before, x.detach()),
                 "grad_kept": torch.equal(grad_before, grad),
             }
         )
-    half = random(12, 5, seed=place, dtype=torch.bfloat16).to(device())
+    dim = [0] if with_dim else []
     with torch.no_grad():
-        found["half"] = answer(half, *([0] if with_dim else []), group=group).cpu()
-    return found
+        for name, x in _others(place).items():
+            y = answer(x.to(device()), *dim, group=group)
+            found[name] = y.cpu().clone()
+            found[f"{name} memory"] = y.untyped_storage().nbytes() / y.nbytes
+    return found | _calls(answer, group, place, dim)
+
+
+def _others(place: int) -> dict[str, Tensor]:
+    """Tensors of other dtypes; the float64 and the int64 ones hold what fp32 would round."""
+    ids = torch.arange(60).view(12, 5) + 2**40 + place
+    return {
+        "bf16": random(12, 5, seed=place, dtype=torch.bfloat16),
+        "float64": random(12, 5, seed=place, dtype=torch.float64) / 3,
+        "int64": ids,
+    }
+
+
+def _calls(answer, group, place, dim) -> dict:
+    """What two calls give on tensors of one shape, and whether the second changed the first."""
+    results = []
+    for seed in (70, 80):
+        x = random(12, 5, seed=seed + place).to(device()).requires_grad_()
+        y = answer(x, *dim, group=group)
+        (dx,) = torch.autograd.grad(y, x, random(*y.shape, seed=90 + seed + place).to(device()))
+        if not results:
+            first = y.detach(), dx
+            results += [t.clone() for t in first]
+    kept = [torch.equal(now, was) for now, was in zip(first, results, strict=True)]
+    return {"second": y.detach().cpu().clone(), "calls_kept": kept}
 
 
 def _uneven(answer, group, place, size, with_dim) -> dict:
@@ -142,9 +169,9 @@ def _check_pair(answer, report, name: str, hints: dict[str, str]) -> None:
     with report.property(said, hint="count the collectives: each way has one, or none."):
         for size, _, found in each(values, 2, 3, 4):
             for (shape, _, _), v in zip(VARIANTS, found["variants"], strict=True):
-                x, y = torch.empty(shape), v["y"]
-                only_call(v["forward"], forward, _full_bytes(forward, x, size), "forward")
-                only_call(v["backward"], backward, _full_bytes(backward, y, size), "backward")
+                x, y, on = torch.empty(shape), v["y"], f"on {size} ranks"
+                only_call(v["forward"], forward, _full_bytes(forward, x, size), f"forward {on}")
+                only_call(v["backward"], backward, _full_bytes(backward, y, size), f"backward {on}")
     hint = "all_reduce works in place: give it a copy, forward and backward."
     with report.property("leaves its input and the incoming gradient as they were", hint=hint):
         for _, _, found in each(values):
@@ -152,11 +179,34 @@ def _check_pair(answer, report, name: str, hints: dict[str, str]) -> None:
                 expect(v["kept"], "the input was changed")
                 expect(v["grad_kept"], "the incoming gradient was changed")
     hint = "no gradient asked for is no reason to skip the collective; a cast is not asked for."
-    with report.property("keeps bf16, and works under no_grad", hint=hint):
+    with report.property("keeps bf16, float64 and int64, and works under no_grad", hint=hint):
         for size, place, found in each(values):
-            halves = [random(12, 5, seed=i, dtype=torch.bfloat16).float() for i in range(size)]
-            want = _one_way(way, halves, place, 0).bfloat16()
-            close(found["half"], want, f"the bf16 result under no_grad on {size} ranks", 0.05)
+            others = [_others(i) for i in range(size)]
+            for kind, off in (("bf16", 0.05), ("float64", 1e-14), ("int64", 0.0)):
+                given = [other[kind] for other in others]
+                exact = [x.float() for x in given] if kind == "bf16" else given
+                want = _one_way(way, exact, place, 0).to(given[0].dtype)
+                close(found[kind], want, f"the {kind} result under no_grad on {size} ranks", off)
+    hint = (
+        "a buffer kept for the next call is overwritten by it: give every call memory of its own."
+    )
+    with report.property(
+        "a second call of the same shape leaves the first result alone", hint=hint
+    ):
+        for size, place, found in each(values):
+            xs = [random(12, 5, seed=80 + i) for i in range(size)]
+            close(
+                found["second"], _one_way(way, xs, place, 0), f"the second result on {size} ranks"
+            )
+            for what, kept in zip(("result", "gradient"), found["calls_kept"], strict=True):
+                expect(kept, f"a second call on {size} ranks changed the {what} of the first")
+    if name == "reduce_scatter_to_group":
+        hint = "a slice of the summed whole keeps all of it alive: clone it, or receive only it."
+        with report.property("the result is no view of something larger", hint=hint):
+            for size, _, found in each(values, 2, 3, 4):
+                times = found["float64 memory"]
+                said = f"the result on {size} ranks keeps {times:.3g} times its bytes alive"
+                expect(times <= 1.5, said, "memory")
     if divides:
         hint = "torch.chunk gives uneven pieces silently; compare the size with the ranks first."
         with report.property("ValueError where the dimension does not divide", hint=hint):
@@ -363,16 +413,16 @@ def _check_layer(answer, report, column: bool) -> None:
         "one collective where the contract has one, of the tensor's bytes",
         hint="forward and backward each pay at most one collective per f, g, gather or scatter.",
     ):
-        for _, _, found in each(values, 2, 3, 4):
+        for size, _, found in each(values, 2, 3, 4):
+            there, back = f"forward on {size} ranks", f"backward on {size} ranks"
             for _, whole, v in found["variants"]:
+                gather = "all_gather" if whole else ""
                 if column:
-                    gathered = grad.nbytes if whole else 0
-                    only_call(v["forward"], "all_gather" if whole else "", gathered, "forward")
-                    only_call(v["backward"], "all_reduce", x.nbytes, "backward")
+                    only_call(v["forward"], gather, grad.nbytes if whole else 0, there)
+                    only_call(v["backward"], "all_reduce", x.nbytes, back)
                 else:
-                    only_call(v["forward"], "all_reduce", grad.nbytes, "forward")
-                    scattered = x.nbytes if whole else 0
-                    only_call(v["backward"], "all_gather" if whole else "", scattered, "backward")
+                    only_call(v["forward"], "all_reduce", grad.nbytes, there)
+                    only_call(v["backward"], gather, x.nbytes if whole else 0, back)
     hint = "clone the slice: a view keeps the full weight's memory, and so does a reference to it."
     with report.property("keeps its shard only, in memory of its own", hint=hint):
         for size, _, found in each(values):
