@@ -118,6 +118,12 @@ record_modules(model, tokens)  # the first run sets things up
 sb.show(to_chrome(record_modules(model, tokens)), title="my own tracer")
 
 # %% [markdown]
+# <details><summary>What to look for</summary>
+#
+# A module that computes in functions instead of children: attention's scores and softmax belong to no
+# module, so they are the attention's own; a block's own part is its two additions.
+# </details>
+#
 # ## Exercise 3: where the parameters are
 #
 # Per module, subtree included, the number and the bytes of its parameters. The trap is sharing:

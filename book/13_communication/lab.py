@@ -190,6 +190,12 @@ def traced_ring():
 merge(sb.run(traced_ring, world_size=4).values, "ring_all_reduce")
 
 # %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Every rank sends six messages of 250,000 bytes to the next rank: three until it owns one finished
+# quarter, which ends reduce-scatter, and three more that pass finished quarters on.
+# </details>
+#
 # **Provoke it.** Rank 2 finds a NaN and returns early; the others go on to the all-reduce. On a
 # cluster this is a job that stands still until a timeout. Read who waits for whom: which rank
 # would you look at first?
@@ -211,6 +217,12 @@ except sb.RankError as error:
     print(error)
 
 # %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Rank 2: it has returned. Rank 3 waits for what rank 2 never sends, rank 1 for a receiver, rank 0 for
+# them. Follow who waits for whom to a rank that waits for nobody.
+# </details>
+#
 # ## Exercise 4: broadcast down a tree
 #
 # All ranks call it with an x of the same shape, `src` holds the values. Each returns a new tensor
@@ -362,6 +374,11 @@ for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcas
 # %% [markdown]
 # Columns: 1, 2, 4, 8 and 64 ranks, 1 MB. Past eight ranks the bytes hardly grow any more:
 # bandwidth is not what limits a large ring. What is?
+#
+# <details><summary>Answer</summary>
+#
+# Latency: 2(P-1) messages one after the other, 126 on 64 ranks, however small each is.
+# </details>
 #
 # ## On a real cluster
 #

@@ -114,6 +114,27 @@ except sb.RankError as error:
 print("with isend:", sb.run(swap, False, world_size=2).values)
 
 # %% [markdown]
+# ## The operations by name
+#
+# A *collective* is a call that every rank of a group makes, in the same order. P ranks, rank r holds
+# x_r; a *piece* is one P-th of a tensor:
+#
+# | collective | before | after | torch.distributed | undone by, or its backward |
+# |---|---|---|---|---|
+# | broadcast | one rank has x | every rank has x | `broadcast` | reduce |
+# | reduce | every rank has its x_r | one rank has the sum | `reduce` | broadcast |
+# | all-reduce | every rank has its x_r | every rank has the sum | `all_reduce` | all-reduce |
+# | scatter | one rank has all pieces | rank r has piece r | `scatter` | gather |
+# | gather | rank r has piece r | one rank has all pieces | `gather` | scatter |
+# | all-gather | rank r has piece r | every rank has all pieces | `all_gather_single` | reduce-scatter |
+# | reduce-scatter | every rank has its x_r | rank r has piece r of the sum | `reduce_scatter_single` | all-gather |
+# | all-to-all | rank r has a piece for each rank | rank r has a piece from each rank | `all_to_all_single` | all-to-all |
+# | barrier | | nobody goes on before all have come | `barrier` | |
+#
+# (`all_gather_single` and `reduce_scatter_single` are `all_gather_into_tensor` and
+# `reduce_scatter_tensor` in torch before 2.13.) Below you meet broadcast, all-reduce, all-gather,
+# reduce-scatter and all-to-all again, built from sends.
+#
 # ## How do four ranks add up a gradient?
 #
 # Each holds a tensor, all need the sum: *all-reduce*, the heart of data parallel training. The

@@ -284,7 +284,9 @@ for box in ("encode", "denoise", "decode"):
 #
 # ## Two ways to learn
 #
-# Both mix data `x` with noise and ask the model about the mixture.
+# Both mix data `x` with noise and ask the model about the mixture. (Flow matching in general, for
+# paths of other shapes too, is [arXiv 2210.02747](https://arxiv.org/abs/2210.02747); the straight
+# path below is that of rectified flow.)
 #
 # | | DDPM ([2006.11239](https://arxiv.org/abs/2006.11239)) | Flow matching ([2209.03003](https://arxiv.org/abs/2209.03003)) |
 # |---|---|---|

@@ -301,8 +301,8 @@ print(f"loss {loss}, gradient of the winner's error {win:.2f}, of the loser's {l
 # %% [markdown]
 # ## On a real cluster
 #
-# - `python -m shardbook port PATH` on a project of yours; then one device against the CPU in fp32, before
-#   any rank. A port is proven by equal losses from equal noise, not by a curve that falls.
+# - `python -m shardbook port PATH` on a project of yours; then one device against the CPU in fp32,
+#   before any rank. A port is proven by equal losses from equal noise, not by a curve that falls.
 # - In a `.py` file that ends in `sb.run(…)` (chapter 02 has an example) and is started with `torchrun`,
 #   `sb.run` runs in place on the ranks it made, with HCCL, NCCL or gloo.
 # - On an Ascend NPU, attention goes to `npu_fusion_attention` through SDPA; time it once against the

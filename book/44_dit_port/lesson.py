@@ -56,6 +56,10 @@ for path in sorted(ORIGINAL.glob("*.py")):
     print(f"{path.name:14} {len(text):4} lines   {text[0].strip(chr(34))}")
 
 # %% [markdown]
+# Before you port by hand: does somebody maintain this model for Ascend already (in MindSpeed-MM,
+# for one)? Does it run with transfer_to_npu (chapter 02)? That shows within the hour what really
+# stops. This chapter is for the rest: code that must run on both devices, and be proven to.
+#
 # ## Read it with the checker
 #
 # `sb.port.report` reads source without running it and follows names as far as a file shows
@@ -236,6 +240,10 @@ print("what is missing is LayerNorm(x), the 1 of 1 + scale:", bool(difference.ab
 # there are too few). `python -m shardbook port --fix` shows the mechanical rewrites as a
 # diff. Read it before you apply it: they use `torch.accelerator`, which older torch lacks, and a file
 # that already chooses among several kinds of device may not want them.
+#
+# What a port drops belongs into its notes, or the next reader takes it for a mistake. Ours trains
+# in fp32 unless told otherwise (the original in bf16), loads data without pinned memory, and has no
+# `--compile`, `--graph`, `--profile` and `--device`.
 #
 # ## Prove it
 #
