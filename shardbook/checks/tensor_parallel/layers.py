@@ -20,6 +20,11 @@ def linear(fan_in: int, fan_out: int, bias: bool = True, seed: int = 0) -> nn.Li
     return linear
 
 
+def on_ranks(size: int) -> str:
+    """Where, in words: "on 1 rank", "on 4 ranks"."""
+    return f"on {size} rank{'s' * (size > 1)}"
+
+
 def step(layer: nn.Module, x: Tensor, grad: Tensor, rate: float = 0.02) -> dict:
     """Forward, backward, one SGD step, forward again: shows the gradient of every parameter."""
     where = next(layer.parameters()).device  # the oracle computes on the CPU
@@ -125,7 +130,7 @@ def _calls(answer, group, place, dim) -> dict:
 def _uneven(answer, group, place, size, with_dim) -> dict:
     if size in (3, 4):
         x = random(5, 10, seed=place).to(device())
-        refuses(answer, x, 1, group=group, what=f"a dimension of 10 on {size} ranks")
+        refuses(answer, x, 1, group=group, what=f"a dimension of 10 {on_ranks(size)}")
     return {}
 
 
@@ -155,7 +160,7 @@ def _check_pair(answer, report, name: str, hints: dict[str, str]) -> None:
         for size, place, found in each(values):
             for (shape, dim, memory), v in zip(VARIANTS, found["variants"], strict=True):
                 xs = [random(*shape, seed=10 + i) for i in range(size)]
-                what = f"the {memory} result on {size} ranks, dim {dim},"
+                what = f"the {memory} result {on_ranks(size)}, dim {dim},"
                 close(v["y"], _one_way(way, xs, place, dim), what)
     if not values:
         return
@@ -163,13 +168,13 @@ def _check_pair(answer, report, name: str, hints: dict[str, str]) -> None:
         for size, place, found in each(values):
             for (_, dim, memory), v in zip(VARIANTS, found["variants"], strict=True):
                 grads = [random(*v["y"].shape, seed=50 + i) for i in range(size)]
-                what = f"the {memory} gradient on {size} ranks, dim {dim},"
+                what = f"the {memory} gradient {on_ranks(size)}, dim {dim},"
                 close(v["dx"], _one_way(way_back, grads, place, dim), what)
     said = f"{forward or 'nothing'} forward, {backward or 'nothing'} backward, once, of the tensor"
     with report.property(said, hint="count the collectives: each way has one, or none."):
         for size, _, found in each(values, 2, 3, 4):
             for (shape, _, _), v in zip(VARIANTS, found["variants"], strict=True):
-                x, y, on = torch.empty(shape), v["y"], f"on {size} ranks"
+                x, y, on = torch.empty(shape), v["y"], f"{on_ranks(size)}"
                 only_call(v["forward"], forward, _full_bytes(forward, x, size), f"forward {on}")
                 only_call(v["backward"], backward, _full_bytes(backward, y, size), f"backward {on}")
     hint = "all_reduce works in place: give it a copy, forward and backward."
@@ -186,7 +191,7 @@ def _check_pair(answer, report, name: str, hints: dict[str, str]) -> None:
                 given = [other[kind] for other in others]
                 exact = [x.float() for x in given] if kind == "bf16" else given
                 want = _one_way(way, exact, place, 0).to(given[0].dtype)
-                close(found[kind], want, f"the {kind} result under no_grad on {size} ranks", off)
+                close(found[kind], want, f"the {kind} result under no_grad {on_ranks(size)}", off)
     hint = (
         "a buffer kept for the next call is overwritten by it: give every call memory of its own."
     )
@@ -196,16 +201,16 @@ def _check_pair(answer, report, name: str, hints: dict[str, str]) -> None:
         for size, place, found in each(values):
             xs = [random(12, 5, seed=80 + i) for i in range(size)]
             close(
-                found["second"], _one_way(way, xs, place, 0), f"the second result on {size} ranks"
+                found["second"], _one_way(way, xs, place, 0), f"the second result {on_ranks(size)}"
             )
             for what, kept in zip(("result", "gradient"), found["calls_kept"], strict=True):
-                expect(kept, f"a second call on {size} ranks changed the {what} of the first")
+                expect(kept, f"a second call {on_ranks(size)} changed the {what} of the first")
     if name == "reduce_scatter_to_group":
         hint = "a slice of the summed whole keeps all of it alive: clone it, or receive only it."
         with report.property("the result is no view of something larger", hint=hint):
             for size, _, found in each(values, 2, 3, 4):
                 times = found["float64 memory"]
-                said = f"the result on {size} ranks keeps {times:.3g} times its bytes alive"
+                said = f"the result {on_ranks(size)} keeps {times:.3g} times its bytes alive"
                 expect(times <= 1.5, said, "memory")
     if divides:
         hint = "torch.chunk gives uneven pieces silently; compare the size with the ranks first."
@@ -336,7 +341,7 @@ def _sharded_layer(answer, group, place, size, column: bool) -> dict:
     found["half"] = _half_layer(answer, group, place, size, column)
     if size in (3, 4):
         full = linear(*((7, 10) if column else (10, 7))).to(device())
-        found["refused"] = refusal(answer, full, group=group, what=f"a size of 10 on {size} ranks")
+        found["refused"] = refusal(answer, full, group=group, what=f"a size of 10 {on_ranks(size)}")
     return found
 
 
@@ -376,7 +381,7 @@ def _check_layer(answer, report, column: bool) -> None:
             for bias, whole, v in found["variants"]:
                 y = oracle[bias]["y"]
                 y = mine(y, whole, size, place) if column else y
-                close(v["y"], y, f"the output on {size} ranks{'' if bias else ' without bias'}")
+                close(v["y"], y, f"the output {on_ranks(size)}{'' if bias else ' without bias'}")
     if not values:
         return
     hint = (
@@ -390,7 +395,7 @@ def _check_layer(answer, report, column: bool) -> None:
             for bias, whole, v in found["variants"]:
                 dx = oracle[bias]["dx"]
                 dx = dx if column else mine(dx, whole, size, place)
-                close(v["dx"], dx, f"the input gradient on {size} ranks")
+                close(v["dx"], dx, f"the input gradient {on_ranks(size)}")
     hint = "own_slice of the full gradient; a row-parallel bias has the whole, unscaled gradient."
     with report.property("the full layer's weight and bias gradients, cut", hint=hint):
         for size, place, found in each(values):
@@ -398,23 +403,23 @@ def _check_layer(answer, report, column: bool) -> None:
                 full = oracle[bias]["grads"]
                 same(sorted(v["grads"]), sorted(full), "the parameters with a gradient")
                 weight = cut(full["weight"], dim, size, place)
-                close(v["grads"]["weight"], weight, f"weight.grad on {size} ranks", 2e-5)
+                close(v["grads"]["weight"], weight, f"weight.grad {on_ranks(size)}", 2e-5)
                 if bias:
                     b = cut(full["bias"], 0, size, place) if column else full["bias"]
-                    close(v["grads"]["bias"], b, f"bias.grad on {size} ranks", 2e-5)
+                    close(v["grads"]["bias"], b, f"bias.grad {on_ranks(size)}", 2e-5)
     hint = "hold the full layer's values: a bias divided by the ranks learns another step than it."
     with report.property("one training step changes it as it changes the full layer", hint=hint):
         for size, place, found in each(values):
             for bias, whole, v in found["variants"]:
                 after = oracle[bias]["after"]
                 after = mine(after, whole, size, place) if column else after
-                close(v["after"], after, f"the output after one step on {size} ranks", 5e-5)
+                close(v["after"], after, f"the output after one step {on_ranks(size)}", 5e-5)
     with report.property(
         "one collective where the contract has one, of the tensor's bytes",
         hint="forward and backward each pay at most one collective per f, g, gather or scatter.",
     ):
         for size, _, found in each(values, 2, 3, 4):
-            there, back = f"forward on {size} ranks", f"backward on {size} ranks"
+            there, back = f"forward {on_ranks(size)}", f"backward {on_ranks(size)}"
             for _, whole, v in found["variants"]:
                 gather = "all_gather" if whole else ""
                 if column:
@@ -433,7 +438,7 @@ def _check_layer(answer, report, column: bool) -> None:
                 limit = 4 * (shape[0] * shape[1] + (shape[0] if bias else 0))
                 expect(
                     v["held"] <= limit + 64 or size == 1,  # a little bookkeeping
-                    f"the layer keeps {v['held']} bytes on {size} ranks, its shard has {limit}",
+                    f"the layer keeps {v['held']} bytes {on_ranks(size)}, its shard has {limit}",
                 )
                 expect(v["full_kept"], "training the shard changed the layer it was built from")
     hint = "the shard has the dtype of the layer it is cut from: torch.empty alone makes fp32."
@@ -442,9 +447,9 @@ def _check_layer(answer, report, column: bool) -> None:
         want = full(x.bfloat16().float()).detach()
         for size, place, found in each(values):
             half = found["half"]
-            same(half["dtypes"], {torch.bfloat16}, f"the dtypes of the shard on {size} ranks")
+            same(half["dtypes"], {torch.bfloat16}, f"the dtypes of the shard {on_ranks(size)}")
             y = mine(want, not column, size, place).bfloat16()
-            close(half["y"], y, f"the bf16 output on {size} ranks", 0.05)
+            close(half["y"], y, f"the bf16 output {on_ranks(size)}", 0.05)
     hint = "compare the size with the number of ranks of the group when the layer is built."
     with report.property("ValueError where the size does not divide", hint=hint):
         for _, _, found in each(values, 3, 4):

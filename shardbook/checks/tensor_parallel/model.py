@@ -12,7 +12,7 @@ from ...devices import device
 from ..compare import close, expect, random, same
 from ..groups import cut, each, held, in_groups, only_call, refusal
 from ..report import check
-from .layers import linear, step
+from .layers import linear, on_ranks, step
 
 # Attention
 
@@ -55,7 +55,7 @@ def _attention(answer, group, place, size, shapes) -> dict:
     for heads, kv_heads in shapes:
         qkv, out = (layer.to(device()) for layer in _attention_layers(heads, kv_heads))
         if heads % size or (kv_heads % size and size % kv_heads):
-            what = f"{heads} heads with {kv_heads} kv heads on {size} ranks"
+            what = f"{heads} heads with {kv_heads} kv heads {on_ranks(size)}"
             found[heads, kv_heads] = refusal(answer, qkv, out, heads, kv_heads, group, what=what)
             continue
         layer = answer(qkv, out, heads, kv_heads, group)
@@ -87,7 +87,12 @@ def parallel_attention(answer, report):
         for size, _, found in each(values, *sizes):
             for shape in shapes:
                 if works(size, *shape):
-                    yield size, shape, found[shape], f"with {shape[1]} kv heads on {size} ranks"
+                    yield (
+                        size,
+                        shape,
+                        found[shape],
+                        f"with {shape[1]} kv head{'s' * (shape[1] > 1)} {on_ranks(size)}",
+                    )
 
     def equal(shapes):
         for _, shape, v, where in ran(shapes):
@@ -201,7 +206,7 @@ def _embedded(answer, group, place, size) -> dict:
         found["bf16"] = low(_text().to(device())).cpu()
     if size in (3, 4):
         full = _embedding(50).to(device())
-        found["refused"] = refusal(answer, full, group=group, what=f"50 rows on {size} ranks")
+        found["refused"] = refusal(answer, full, group=group, what=f"50 rows {on_ranks(size)}")
     return found
 
 
@@ -218,19 +223,19 @@ def vocab_parallel_embedding(answer, report):
     with report.property("the rows of the full table on 1 to 4 ranks", hint=hint):
         values += report.ranks(in_groups, 4, _embedded, answer)
         for size, _, found in each(values):
-            close(found["y"], oracle["y"], f"the output on {size} ranks")
+            close(found["y"], oracle["y"], f"the output {on_ranks(size)}")
     if not values:
         return
     hint = "mask after the look-up, and let the gradient pass the sum unchanged (g); the gradients "
     hint += "of a token that occurs twice add up."
     with report.property("one training step changes it as it changes the full table", hint=hint):
         for size, _, found in each(values):
-            close(found["after"], oracle["after"], f"the output after one step on {size} ranks")
+            close(found["after"], oracle["after"], f"the output after one step {on_ranks(size)}")
     hint = "what is elsewhere counts as zeros of the table's dtype: a mask in fp32 makes all fp32."
     with report.property("a table in bf16 gives bf16, without gradients", hint=hint):
         for size, _, found in each(values):
             want = oracle["y"].bfloat16()  # one row and zeros: nothing is rounded
-            close(found["bf16"], want, f"the output in bf16 on {size} ranks", 0.0)
+            close(found["bf16"], want, f"the output in bf16 {on_ranks(size)}", 0.0)
     with report.property(
         "one all_reduce of the embeddings forward, nothing backward", hint="no gather of the table."
     ):
@@ -243,7 +248,7 @@ def vocab_parallel_embedding(answer, report):
             limit = 4 * VOCAB // size * DIM
             expect(
                 found["held"] <= limit + 64,  # a little bookkeeping
-                f"the layer keeps {found['held']} bytes on {size} ranks, its rows have {limit}",
+                f"the layer keeps {found['held']} bytes {on_ranks(size)}, its rows have {limit}",
             )
             expect(found["kept"], "training the shard changed the embedding it was built from")
     hint = "compare the vocabulary with the number of ranks when the layer is built."
@@ -315,7 +320,7 @@ def vocab_parallel_cross_entropy(answer, report):
     def equal(kind: str, ignore: bool):
         loss, dz = oracle[kind, ignore]
         for size, place, found in each(values):
-            mine, where = found[kind, ignore], f"on {size} ranks"
+            mine, where = found[kind, ignore], f"{on_ranks(size)}"
             close(mine["loss"], loss, f"the loss {where}")
             close(mine["dz"], cut(dz, -1, size, place), f"the gradient of the logits {where}")
 
@@ -351,7 +356,7 @@ def vocab_parallel_cross_entropy(answer, report):
     with report.property("the same for bf16 logits [tokens, V/P], under no_grad", hint=hint):
         want = F.cross_entropy(_half_logits().float(), _targets(True).flatten(), reduction="none")
         for size, _, found in each(report.ranks(in_groups, 4, _half_loss, answer)):
-            close(found["loss"], want, f"the loss of bf16 logits on {size} ranks", 0.05)
+            close(found["loss"], want, f"the loss of bf16 logits {on_ranks(size)}", 0.05)
     hint = "what backward needs is freed with the loss: keep no logits in a list or an attribute."
     with report.property("lets go of the logits with the loss", hint=hint):
         for _, _, found in each(values):
@@ -415,7 +420,7 @@ def _sequence(answer, group, place, size) -> dict:
     if size in (3, 4):
         layers = (nn.LayerNorm(WIDTH), linear(WIDTH, 10), linear(10, WIDTH))
         layers = [layer.to(device()) for layer in layers]
-        found["refused"] = refusal(answer, *layers, group=group, what=f"10 on {size} ranks")
+        found["refused"] = refusal(answer, *layers, group=group, what=f"10 {on_ranks(size)}")
     return found
 
 
@@ -445,17 +450,17 @@ def sequence_parallel_block(answer, report):
         values += report.ranks(in_groups, 4, _sequence, answer)
         for size, place, kind, v in ran():
             y = cut(oracle[kind]["y"], 1, size, place)
-            close(v["y"], y, f"the output with {kind} on {size} ranks")
+            close(v["y"], y, f"the output with {kind} {on_ranks(size)}")
     if not values:
         return
     hint = "without gradients, and in evaluation, the block computes the same."
     with report.property("the same output under no_grad", hint=hint):
         for size, place, kind, v in ran():
             y = cut(oracle[kind]["y"], 1, size, place)
-            close(v["after"], y, f"the output under no_grad with {kind} on {size} ranks")
+            close(v["after"], y, f"the output under no_grad with {kind} {on_ranks(size)}")
     with report.property("and in bf16", hint="layers and tokens of bf16 give bf16."):
         for size, place, kind, v in ran():
-            where = f"with {kind} on {size} ranks"
+            where = f"with {kind} {on_ranks(size)}"
             same(v["bf16"].dtype, torch.bfloat16, f"the output's dtype {where}")
             # tokens, products and P addends are rounded to 8 bits each
             y = cut(oracle[kind]["y"], 1, size, place)
@@ -464,15 +469,15 @@ def sequence_parallel_block(answer, report):
     with report.property("the full block's input gradient for this rank's tokens", hint=hint):
         for size, place, kind, v in ran():
             dx = cut(oracle[kind]["dx"], 1, size, place)
-            close(v["dx"], dx, f"the input gradient with {kind} on {size} ranks", 2e-5)
+            close(v["dx"], dx, f"the input gradient with {kind} {on_ranks(size)}", 2e-5)
     hint = "every rank sees all tokens in the MLP: these gradients are whole without a sum."
     with report.property("the full block's gradients of mlp_up and mlp_down.weight", hint=hint):
         for size, place, kind, v in ran():
             for name in cuts:
                 if name in oracle[kind]["grads"]:
                     g = full_grad(kind, name, size, place)
-                    expect(name in v["grads"], f"{name} has no gradient on {size} ranks")
-                    close(v["grads"][name], g, f"{name}.grad on {size} ranks", 2e-5)
+                    expect(name in v["grads"], f"{name} has no gradient {on_ranks(size)}")
+                    close(v["grads"][name], g, f"{name}.grad {on_ranks(size)}", 2e-5)
     hint = (
         "norm and mlp_down.bias act on this rank's tokens only, so each rank has a part of their "
         "gradient: sum it over the group (sum, not mean), of every backward pass, once."
@@ -481,8 +486,8 @@ def sequence_parallel_block(answer, report):
         for size, place, kind, v in ran():
             for name in sorted(oracle[kind]["grads"].keys() - cuts.keys()):
                 g = full_grad(kind, name, size, place)
-                expect(name in v["grads"], f"{name} has no gradient on {size} ranks")
-                close(v["grads"][name], g, f"{name}.grad on {size} ranks", 2e-5)
+                expect(name in v["grads"], f"{name} has no gradient {on_ranks(size)}")
+                close(v["grads"][name], g, f"{name}.grad {on_ranks(size)}", 2e-5)
     hint = (
         "sum each backward pass's gradient, not what .grad has accumulated: a hook after "
         "accumulation sums the first pass again."
@@ -515,7 +520,7 @@ def sequence_parallel_block(answer, report):
             )
             expect(
                 v["held"] <= limit + 64,
-                f"the block keeps {v['held']} bytes on {size} ranks, its shard has {limit}",
+                f"the block keeps {v['held']} bytes {on_ranks(size)}, its shard has {limit}",
             )
             expect(v["kept"], "training the block changed the layers it was built from")
     hint = "compare the hidden size with the number of ranks when the block is built."
