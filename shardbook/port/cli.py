@@ -37,13 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="with --fix: also make them")
     oldest = "with --fix: the oldest torch to write for (else the project's pins)"
     parser.add_argument("--torch", metavar="VERSION", type=version, help=oldest)
+    moved = "as if every file ran after `import torch_npu.contrib.transfer_to_npu`"
+    parser.add_argument("--transfer", action="store_true", help=moved)
     args = parser.parse_args(argv)
     if args.write and not args.fix:
         parser.error("--write goes with --fix: see the diff first")
     try:
         if args.fix:
             return rewrite(args.paths, args.write, args.torch)
-        return show(scan(args.paths), args.severity, args.json)
+        return show(scan(args.paths, args.transfer), args.severity, args.json)
     except BrokenPipeError:  # `port … | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

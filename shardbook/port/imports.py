@@ -37,6 +37,10 @@ class Project:
         optional = self.optional & heard
         return Around(names, origin, optional, self.compiled, self.modules)
 
+    def module(self, file: str) -> str:
+        """The last part of a file's module name."""
+        return _module(self.paths[file])
+
     def known(self, wanted: set[tuple[str, str]]) -> set[tuple[str, ...]]:
         """Which of these imports are of a CUDA library or a compiled module."""
         compiled = {name.rpartition(".")[2] for name in self.compiled}

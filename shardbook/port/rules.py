@@ -185,6 +185,17 @@ _TABLE = [
      "`contiguous()`, or leave the format out",
      "https://www.hiascend.com/document/detail/en/mindstudio/830/TITools/migrationtoolpt/"
      "atlasfmkt_16_0019.html (MindStudio 8.3.0, read 2026-11)"),
+    ("cuda-source", "breaks", "CUDA source", "nvcc's output does not run on an NPU",
+     "torch ops, or an Ascend C op", "zai-org/CogVideo#97"),
+    ("dependency", "breaks", "a package, a wheel or an image for CUDA, or for x86 alone",
+     "it does not install beside an NPU, or has no kernels for one",
+     "leave it out, or what stands for it there",
+     "https://www.hiascend.com/document/detail/en/Pytorch/2620/index/index.html (TorchNPU 26.2, "
+     "read 2026-11)"),
+    ("torch-pin", "style", "a version of torch is pinned",
+     "torch_npu is built for one torch: the version here needs a torch-npu of the same",
+     "torch and torch-npu of one version; CPU wheels of torch",
+     "https://pypi.org/project/torch-npu/ (read 2026-11)"),
     # ---- the file
     ("unchecked", "breaks", "the checker failed in this statement",
      "nothing in it was checked; the rest of the file was",

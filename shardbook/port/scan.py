@@ -8,7 +8,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from . import surroundings, transfer
 from .imports import Project
+from .packages import PACKAGES
 from .reader import Reader
 from .rules import ENVIRONMENT, RULES
 
@@ -18,12 +20,11 @@ WORTH_READING = re.compile(
     r"|torch\.ops|compile|load_library|Conv3d|conv3d|\.to\(|fork|float8|bitsandbytes|pynvml|from_numpy"
     r"|fft|stft|sdp|ReduceOp|premul|cpp_extension|transformer_engine|cupy|device|tensorrt|flashinfer|GPUtil|nvcc|_ssm|natten"
     r"|num_gpus|placement_group|linalg|matrix_exp|det\(|torch\.load|DataParallel|fused|flex_attention"
-    r"|_inductor|jit\.script|channels_last|import _C|_ext\b",
+    r"|transfer_to_npu|_inductor|jit\.script|channels_last|import _C|_ext\b",
     re.IGNORECASE,
 )
 
 
-CUDA_SOURCE = (".cu", ".cuh")
 DEEP = "nested too deeply: it was not checked from there on"
 
 
@@ -50,6 +51,11 @@ class Finding:
             names = [name for name in ENVIRONMENT if re.search(rf"\b{name}\b", self.code)]
             if names:
                 return ", ".join(f"{name}: {ENVIRONMENT[name]}" for name in names)
+        if self.rule == "dependency":
+            code = self.code.replace("_", "-")
+            names = [n for n in PACKAGES if re.search(rf"(?<![\w-]){n}(?![\w-])", code)]
+            if names:
+                return ", ".join(f"{name}: {PACKAGES[name]}" for name in names)
         return RULES[self.rule].instead
 
 
@@ -109,25 +115,36 @@ def unreadable(file: str, why: str, line: int = 1) -> Finding:
 def scan_file(path: Path, project: Project | None = None) -> list[Finding]:
     """The findings of one file; one that can't be read as text is a finding, never an error."""
     name = str(path)
-    if path.suffix == ".ipynb":
-        return [
-            unreadable(name, "a notebook: make a script of it (jupytext --to py) and check that")
-        ]
-    if path.suffix in CUDA_SOURCE:
-        return [unreadable(name, "CUDA source: an NPU needs it as torch ops or an Ascend C op")]
     if not path.is_file():
         return [unreadable(name, "no regular file")]
     try:
         data = path.read_bytes()
     except OSError as error:
         return [unreadable(name, error.strerror or str(error))]
+    if path.suffix in (*surroundings.CUDA_SOURCE, *surroundings.CPP):
+        words = f"{data.count(10)} lines of {'C++ for ' * (path.suffix in surroundings.CPP)}CUDA"
+        return [Finding(name, 1, 1, "cuda-source", words)]
+    cells = surroundings.notebook(data) if path.suffix == ".ipynb" else None
+    if path.suffix == ".ipynb" and cells is None:
+        return [unreadable(name, "a notebook without code cells: make a script of it, check that")]
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return [unreadable(name, "UTF-16 text, which Python does not read: save it as UTF-8")]
     try:
         source = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         source = data.decode("latin-1")
-    return scan_source(source.replace("\0", ""), name, path.suffix != ".py", project)
+    others = cells[1] if cells else []
+    if cells:
+        source = cells[0]
+    elif surroundings.wanted(path):
+        pins = bool(surroundings.PINS.fullmatch(path.name))
+        return [Finding(name, n, 1, r, c) for n, r, c in surroundings.text_file(source, pins)]
+    elif path.name == "setup.py":
+        others = surroundings.setup_pins(source)
+    found = [Finding(name, n, 1, r, c) for n, r, c in others]
+    return sorted(
+        found + scan_source(source.replace("\0", ""), name, path.suffix != ".py", project)
+    )
 
 
 def python_files(paths: list[Path]) -> Iterator[Path]:
@@ -137,26 +154,33 @@ def python_files(paths: list[Path]) -> Iterator[Path]:
 
 
 def not_python(paths: list[Path]) -> Iterator[Path]:
-    """What lies beside the Python files and was written for CUDA: kernels, and such notebooks."""
+    """What lies beside the Python files: pins, scripts, CUDA source, notebooks that name CUDA."""
     for path in paths:
-        for found in _below(path, {".ipynb", *CUDA_SOURCE}) if path.is_dir() else []:
+        for found in _below(path, None) if path.is_dir() else []:
             try:
-                if found.suffix != ".ipynb" or b"cuda" in found.read_bytes():
-                    yield found
+                data = found.read_bytes() if found.is_file() else b""
             except OSError:
-                yield found
+                data = b""
+            if found.suffix == ".ipynb" and data and b"cuda" not in data:
+                continue
+            if found.suffix in surroundings.CPP and not surroundings.IS_CUDA.search(data):
+                continue
+            yield found
 
 
-def _below(folder: Path, suffixes: set[str]) -> Iterator[Path]:
+def _below(folder: Path, suffixes: set[str] | None) -> Iterator[Path]:
     for found in sorted(folder.rglob("*")):
-        if found.suffix in suffixes and not found.is_dir():
+        mine = found.suffix in suffixes if suffixes else surroundings.wanted(found)
+        if mine and not found.is_dir():
             parts = found.relative_to(folder).parts
             if not any(p.startswith(".") or p in ("site-packages", "node_modules") for p in parts):
                 yield found
 
 
-def scan(paths: list[str | Path]) -> list[Finding]:
+def scan(paths: list[str | Path], transferred: bool = False) -> list[Finding]:
     """The findings of files and folders, by file and line.
+
+    Where transfer_to_npu is imported, or `transferred` says so, only what it does not rewrite.
 
     FileNotFoundError for a path that is missing, and where there is no file to read.
     """
@@ -170,7 +194,11 @@ def scan(paths: list[str | Path]) -> list[Finding]:
     found = {path: scan_file(path, project) for path in files}
     for path in project.again():  # a file that it imports from holds something of CUDA's
         found[path] = scan_file(path, project)
-    return [finding for path in files for finding in found[path]]
+    switch = re.compile(rb"TORCH_TRANSFER_TO_NPU\s*[= ]\s*[\"']?1")
+    scripts = [p for p in files if p.suffix != ".py" and p.is_file() and surroundings.wanted(p)]
+    everywhere = transferred or any(switch.search(p.read_bytes()) for p in scripts)
+    covered = transfer.covered(project, everywhere)
+    return [f for p in files for f in found[p] if str(p) not in covered or transfer.remains(f)]
 
 
 def existing(paths: list[str | Path]) -> list[Path]:
