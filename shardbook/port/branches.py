@@ -39,8 +39,12 @@ def try_statement(reader, s: ast.Try) -> None:
     reader.guarded += caught
     reader.block(s.body)
     reader.guarded -= caught
+    npu = any(isinstance(x, (ast.Import, ast.ImportFrom)) and "torch_npu" in imports(x)
+              for x in s.body)  # fmt: skip
     for handler in s.handlers:
+        reader.quiet += npu and caught  # where torch_npu is there, an NPU never comes here
         reader.block(handler.body)
+        reader.quiet -= npu and caught
     reader.block(s.orelse)
     reader.block(s.finalbody)
     reader.branches -= 1
@@ -91,6 +95,25 @@ def if_expression(reader, node: ast.IfExp) -> Values:
     ):
         return join(body, other, [Value("device", UNKNOWN, node)])  # or another one
     return join(body, other)
+
+
+def imports(s: ast.Import | ast.ImportFrom) -> set[str]:
+    """The libraries that an import statement loads."""
+    names = [s.module or ""] if isinstance(s, ast.ImportFrom) else [a.name for a in s.names]
+    return {name.partition(".")[0] for name in names}
+
+
+def replaced(body: list[ast.stmt], index: int) -> bool:
+    """Whether `device = "cuda"` is a default that the next `if` replaces for any accelerator."""
+    first, after = body[index], body[index + 1] if index + 1 < len(body) else None
+    if not isinstance(first, ast.Assign) or not isinstance(after, ast.If):
+        return False
+    target = first.targets[0]
+    if not isinstance(target, ast.Name) or not isinstance(first.value, (ast.Constant, ast.Call)):
+        return False
+    asks = asks_npu(after.test) == (1, False) or "torch.accelerator" in ast.unparse(after.test)
+    gives = (t for s in after.body if isinstance(s, ast.Assign) for t in s.targets)
+    return asks and any(isinstance(t, ast.Name) and t.id == target.id for t in gives)
 
 
 def npu_follows(body: list[ast.stmt], index: int) -> bool:

@@ -99,8 +99,6 @@ def used(reader, node: ast.expr, path: str, called: bool = False) -> None:
         parts = path.split(".")
         if parts[2:3] == ["cuda"] and "sdp" in path:
             reader.report(node, "sdpa-backend")
-        elif path in ("torch.backends.cuda.is_built", "torch.backends.cudnn.is_available"):
-            reader.report(node, "cuda-or-cpu")
     elif path.startswith("torch.ops."):
         if path.endswith(".load_library") or (
             path.split(".")[2] not in PUBLIC_OPS and len(path.split(".")) >= 4
@@ -131,6 +129,15 @@ def used(reader, node: ast.expr, path: str, called: bool = False) -> None:
         uses.used(reader, node, path, called)
 
 
+def autocast_rule(node: ast.AST, rule: str) -> str:
+    """`autocast(enabled=False)` is another matter: what it switches off stays on."""
+    off = any(
+        k.arg == "enabled" and isinstance(k.value, ast.Constant) and k.value.value is False
+        for k in getattr(node, "keywords", [])
+    )
+    return "autocast-off" if off and rule == "cuda-autocast" else rule
+
+
 def cuda(reader, node: ast.expr, parts: list[str]) -> None:
     """A name below torch.cuda is used."""
     head, last = parts[0], parts[-1]
@@ -138,7 +145,7 @@ def cuda(reader, node: ast.expr, parts: list[str]) -> None:
         if last == "GradScaler":
             reader.report(node, "cuda-grad-scaler")
         elif last in ("autocast", "custom_fwd", "custom_bwd"):
-            reader.report(node, "cuda-autocast")
+            reader.report(node, autocast_rule(node, "cuda-autocast"))
     elif head == "nvtx":
         if len(parts) > 1:
             reader.report(node, "nvtx")

@@ -2,7 +2,7 @@
 
 import ast
 
-from .detect import backend, device, imported, named, used, variable
+from .detect import autocast_rule, backend, device, imported, named, used, variable
 from .rules import ENVIRONMENT, HOST_LINALG, NVIDIA_TOOLS
 from .tensors import creates, numpy_call
 from .torch_rules import elsewhere
@@ -92,7 +92,7 @@ def torch_call(reader, node, path: str, args: list[Values], keywords: dict) -> V
     if path in AUTOCAST:
         given = first + keywords.get("device_type", []) + keywords.get("device", [])
         if any(v.kind == "str" and is_cuda_text(v.data) for v in given):
-            reader.report(node, AUTOCAST[path])
+            reader.report(node, autocast_rule(node, AUTOCAST[path]))
     elif len(args) > TAKES_DEVICE.get(path, 99):
         index = TAKES_DEVICE[path]
         device(reader, node.args[index], args[index])

@@ -66,7 +66,7 @@ class Reader:
         added = 0
         left = False
         for i, statement in enumerate(body):
-            other = branches.npu_follows(body, i)
+            other = branches.npu_follows(body, i) or branches.replaced(body, i)
             self.quiet += other
             if self.kept_going(statement) == "npu left":
                 self.quiet += 1

@@ -51,6 +51,8 @@ class Finding:
             names = [name for name in ENVIRONMENT if re.search(rf"\b{name}\b", self.code)]
             if names:
                 return ", ".join(f"{name}: {ENVIRONMENT[name]}" for name in names)
+        if self.rule == "cuda-assert" and "type" in self.code:
+            return "test `device.type != 'cpu'`, or name the accelerator's type too"
         if self.rule == "dependency":
             code = self.code.replace("_", "-")
             names = [n for n in PACKAGES if re.search(rf"(?<![\w-]){n}(?![\w-])", code)]

@@ -173,7 +173,7 @@ class M:
     @custom_fwd  # !
     def b(self):
         s = amp.grad_scaler.GradScaler()  # !
-""", {"cuda-autocast", "cuda-grad-scaler"}),
+""", {"cuda-autocast", "autocast-off", "cuda-grad-scaler"}),
     ("checkpoints without map_location", """
 import torch
 def f(path):
@@ -236,4 +236,45 @@ def g(model, x):
 def h(x):
     return x.contiguous(memory_format=torch.contiguous_format)
 """, {"jit-script", "channels-last"}),
+    ("autocast that is switched off", """
+import torch
+def f(on):
+    with torch.autocast("cuda", enabled=False):  # !
+        pass
+    with torch.autocast("cpu", enabled=False):
+        pass
+""", {"autocast-off"}),
+    ("a default that is replaced", """
+import torch
+def f():
+    device = "cuda"
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+    return device
+def g(is_npu):
+    device = torch.device("cuda")
+    if is_npu:
+        device = torch.device("npu")
+    return device
+def h(other):
+    device = "cuda"  # !
+    if other:
+        device = "cpu"
+    return device
+""", {"cuda-device"}),
+    ("torch_npu is tried first", """
+import torch
+try:
+    import torch_npu
+    device = torch.device("npu")
+except ImportError:
+    device = torch.device("cuda")
+""", set()),
+    ("what cuDNN can do", """
+import torch
+def f(model):
+    if torch.backends.cudnn.is_available():
+        return torch.backends.cuda.is_built()
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] > 7  # !
+""", {"cuda-or-cpu"}),
 ]  # fmt: skip
