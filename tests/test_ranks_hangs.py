@@ -18,6 +18,7 @@ from shardbook.basics.collectives import ring_all_reduce
 from shardbook.ranks import folder, log
 from shardbook.ranks.diagnose import folded, hang
 from shardbook.ranks.ledger import Ledger
+from tests.processes import wait_until
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -291,16 +292,22 @@ def heard():
     signal.signal(signal.SIGINT, before)
 
 
-def waits_for_a_sleeper():
+def waits_for_a_sleeper(folder):
+    (folder / str(dist.get_rank())).touch()
     if dist.get_rank() == 1:
         time.sleep(1000)
     dist.all_reduce(torch.ones(3))
 
 
-def test_an_interrupt_tells_where_everyone_was(heard, capfd):
-    threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
+def test_an_interrupt_tells_where_everyone_was(heard, capfd, tmp_path):
+    def interrupt():
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 3, 60)
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        sb.run(waits_for_a_sleeper, world_size=3)
+        sb.run(waits_for_a_sleeper, tmp_path, world_size=3)
     assert re.search(
         rf"rank 1 never entered all_reduce #1 {LINE}; ranks 0, 2 are waiting "
         r"\(interrupted after \d+ s\)\n"

@@ -120,10 +120,13 @@ def _examined(answers: Answers, chapter: int, asked: list[str], timeout: float) 
 def _start_server(chapter: int) -> None:
     """Start the fork server that every answer's process comes from, with all that checks import."""
     if "forkserver" in multiprocessing.get_all_start_methods():
+        from ..ranks.launch import short_sockets  # torch, which a wrong argument need not wait for
+
         chapters = f"shardbook.checks.{CHAPTERS[chapter]}"
         preload = ["shardbook.ranks.preload", chapters, "shardbook.checks.isolate"]
         multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-        multiprocessing.forkserver.ensure_running()
+        with short_sockets():
+            multiprocessing.forkserver.ensure_running()
 
 
 def _lines(verdict) -> list[str]:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from .. import calls
 from ..words import learners_line
@@ -141,6 +141,16 @@ class Reader:
                 yield event, fields
 
 
+class Takes(Protocol):
+    """What is told of calls: a Ledger."""
+
+    def add(self, entry: Entry) -> None:
+        """A call is entered."""
+
+    def done(self, entry: Entry) -> None:
+        """A call is done."""
+
+
 class Rank:
     """The state of one rank, as far as its log has been read."""
 
@@ -152,7 +162,7 @@ class Rank:
         self.waiting: dict[int, Entry] = {}
         self.last_wait: Entry | None = None
 
-    def read(self, ledger) -> bool:
+    def read(self, ledger: Takes) -> bool:
         """Take in what is new in the log, and tell the ledger; True if there was anything."""
         event = None
         for event, fields in self._log.new():
