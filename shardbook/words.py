@@ -30,6 +30,11 @@ def _machinery() -> tuple[str, ...]:
 
 
 @functools.cache
+def _library() -> str:
+    return os.path.join(sysconfig.get_path("stdlib"), "")
+
+
+@functools.cache
 def foreign(file: str) -> bool:
     """Whether a file belongs to an installed package."""
     return not {"site-packages", "dist-packages"}.isdisjoint(re.split(r"[/\\]", file))
@@ -40,8 +45,7 @@ def hidden(file: str) -> bool:
     """Whether no message names lines of this file: shardbook's, torch's, the standard library's."""
     if file.startswith(_machinery()):
         return True
-    library = os.path.join(sysconfig.get_path("stdlib"), "")
-    return file.startswith(library) and not foreign(file)
+    return file.startswith(_library()) and not foreign(file)
 
 
 def ranks_text(ranks: Collection[int]) -> str:
