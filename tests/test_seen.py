@@ -68,6 +68,27 @@ def test_cases_are_given_in_turn_and_the_world_alone_on_request():
     assert [(s.case, s.place) for s in seen] == [(c, r) for c in (1.0, 2.0) for r in range(4)]
 
 
+def test_a_case_that_fails_spoils_no_other():
+    @check("x")
+    def three(answer, report):
+        seen = report.on_groups(case, answer, cases=[1.0, 2.0, 3.0])
+        for scale in (1.0, 2.0, 3.0):
+            seen.of(scale).value(
+                f"sums {scale}", lambda s: {"out": summed(s) * s.case}, hint=f"mend {scale}"
+            )
+
+    def small_ones(x, group=None):
+        if x.abs().max() > 4 and group is not None:
+            raise ValueError("too large")
+        return total(x, group)
+
+    assert three.examine(total).status == "right"
+    found = three.examine(small_ones)
+    assert [p.status for p in found.properties] == ["ok", "failed", "not examined"]
+    assert found.hint == "mend 2.0"
+    assert found.properties[1].detail.startswith("for 2.0 in the group of ranks 0, 2 and 3")
+
+
 def test_the_algorithm_is_judged_before_the_groups():
     def wrong_and_no_groups(x, group=None):
         if group is not None:

@@ -112,19 +112,21 @@ class OnGroups(Runs):
 
 def agrees(s: Seen, want: Any, tolerance: float = 1e-5) -> None:
     """The value of one rank; in a mapping "out" is the value and "dq" the gradient of input q."""
-    case = f"for {s.case} " if s.case is not None else ""
     if isinstance(want, Mapping):
         got = {"out": s.value} | {f"d{name}": grad for name, grad in s.grads.items()}
-        pairs = {f"{case}{name}": (got.get(name), w) for name, w in want.items()}
-        all_close(pairs, f"on {s.where}", tolerance)
+        pairs = {name: (got.get(name), w) for name, w in want.items()}
+        all_close(pairs, f"on {s.where}{_case(s)}", tolerance)
     else:
-        agree(s.value, want, f"{case}the result on {s.where}", tolerance)
+        agree(s.value, want, f"the result on {s.where}{_case(s)}", tolerance)
 
 
 def kept(s: Seen) -> None:
     """This rank left its input as it was."""
-    case = f" for {s.case}" if s.case is not None else ""
-    expect(s.kept, f"the input was changed on {s.where}{case}", "kept")
+    expect(s.kept, f"the input was changed on {s.where}{_case(s)}", "kept")
+
+
+def _case(s: Seen) -> str:
+    return f" for {s.case}" if s.case is not None else ""
 
 
 def one_call(log: list[calls.Call], op: str, nbytes: int, where: str) -> None:

@@ -7,6 +7,9 @@
     seen = report.on_groups(_case, answer, True)          # in the check: runs when first read
     seen.each(lambda s: close(s.value, expected(s.place, s.size), f"out on {s.where}"))
 
+Several cases make one run, ``report.on_groups(_case, answer, cases=[True, False])``, of which
+``seen.of(True)`` is a part: starting four ranks takes longer than most cases.
+
 The world comes first: what is wrong with the algorithm shows before what is wrong with groups. All
 ranks are in some group at any time, so that a collective on the wrong group gives a wrong value and
 no hang, and the ranks of a group are not 0, 1, 2, so that a rank of the world taken for one of the
@@ -15,11 +18,12 @@ the failure is told, once; whatever else needs that run is "not examined".
 """
 
 import contextlib
+import copy
 import dataclasses
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -169,34 +173,110 @@ def _cpu(value: Any) -> Any:
 def _on_rank(fn: Callable, answer: Any, cases: list, args: tuple, rounds: Rounds, folder: str):
     """Every case on every group; what was seen is in a file at once, should the next case fail."""
     world, me = dist.get_world_size(), dist.get_rank()
+    places = []
+    for parts in rounds:
+        made = [dist.new_group(list(p)) if len(p) < world else None for p in parts]
+        ranks, group = next((p, g) for p, g in zip(parts, made, strict=True) if me in p)
+        places.append(Here(group, tuple(ranks), ranks.index(me)))
     with open(f"{folder}/{me}", "wb") as file:
-        for number, parts in enumerate(rounds):
-            made = [dist.new_group(list(p)) if len(p) < world else None for p in parts]
-            ranks, group = next((p, g) for p, g in zip(parts, made, strict=True) if me in p)
-            here = Here(group, tuple(ranks), ranks.index(me))
-            for k, case in enumerate(cases):
+        for k, case in enumerate(cases):
+            for number, here in enumerate(places):
                 seen = fn(answer, here, *case, *args)
                 if seen is not None:  # the case is not for a group of this size
                     found = (case[0] if case else None, here.ranks, here.place, world)
                     seen.case, seen.ranks, seen.place, seen.world = found
-                file.write(dumps((number, k, seen)))
+                file.write(dumps((k, number, seen)))
                 file.flush()
 
 
 # In the check
 
 
+class _Run:
+    """One run on ranks of all cases, case by case on all groups, and how it ended."""
+
+    def __init__(self, start: Callable[[str], None], cases: list[tuple], rounds: Rounds):
+        self.start, self.cases, self.rounds = start, cases, rounds
+        self.world = sum(len(part) for part in rounds[0])
+        self.found: dict[tuple, dict[int, Seen | None]] | None = None  # (case, round) -> by rank
+        self.error: BaseException | None = None
+        self.failed = len(cases)  # the case in which it ended
+        self.told = False
+
+    def groups(self, k: int) -> Iterator[list[Seen]]:
+        """What the members of each group saw in one case."""
+        if self.found is None:
+            self._make()
+        for number, parts in enumerate(self.rounds):
+            by_rank = self.found.get((k, number), {})
+            for ranks in parts:
+                members = [by_rank.get(rank) for rank in ranks]
+                if None not in members:
+                    yield members
+
+    def tell(self) -> BaseException:
+        """The error, once; afterwards NotExamined."""
+        self.told, before = True, self.told
+        return NotExamined() if before else self.error
+
+    def _make(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="shardbook-seen-") as folder:
+            try:
+                self.start(folder)
+            except NotWritten:
+                raise
+            except (RankError, Wrong) as error:
+                self.error = error
+            self.found = {}
+            for rank in range(self.world):
+                for k, number, seen in _read(f"{folder}/{rank}"):
+                    self.found.setdefault((k, number), {})[rank] = seen
+        if self.error is None:
+            self._look_outside()
+        else:
+            self._name_place(self.error)
+
+    def _name_place(self, error: BaseException) -> None:
+        """Tell on which group, and in which case, the run failed, unless it is the plain world."""
+        order = [(k, number) for k in range(len(self.cases)) for number in range(len(self.rounds))]
+        short = (at for at in order if len(self.found.get(at, {})) < self.world)
+        self.failed, number = next(short, order[-1])
+        causes = getattr(error, "causes", {})
+        parts = [p for p in self.rounds[number] if not causes or set(p) & set(causes)]
+        said = [f"for {self.cases[self.failed][0]}"] if len(self.cases) > 1 else []
+        error.in_group = len(parts[0]) < self.world
+        if error.in_group:
+            said.append(f"in {' and '.join(map(_group, parts))}")
+        if said:
+            error.args = (f"{' '.join(said)}: {error}", *error.args[1:])
+
+    def _look_outside(self) -> None:
+        """A collective that ran on others than its group is an error too."""
+        for (k, _), by_rank in self.found.items():
+            for seen in filter(None, by_rank.values()):
+                for call in [*seen.forward, *seen.backward]:
+                    if not set(call.group) <= set(seen.ranks):
+                        said = f"{call.op} ran on ranks {list(call.group)}"
+                        self.error = Wrong(f"{said}, the group was {list(seen.ranks)}", "traffic")
+                        self.error.in_group, self.failed = True, k
+                        return
+
+
 class Runs:
-    """A case on all groups, run when first read."""
+    """Cases on all groups, run when first read."""
 
     def __init__(self, run: Callable, fn: Callable, answer: Any, cases: list, args, rounds: Rounds):
-        self._start = lambda folder: run(_on_rank, fn, answer, cases, args, rounds, folder)
-        self._order = [(number, k) for number in range(len(rounds)) for k in range(len(cases))]
-        self._rounds, self._cases = rounds, cases
-        self._world = sum(len(part) for part in rounds[0])
-        self._found: dict[tuple, dict[int, Seen | None]] | None = None  # (round, case) -> by rank
-        self._error: BaseException | None = None
-        self._told = False
+        def start(folder: str) -> None:
+            run(_on_rank, fn, answer, cases, args, rounds, folder)
+
+        self._run = _Run(start, cases, rounds)
+        self._mine = range(len(cases))
+
+    def of(self, *cases: Any) -> Self:
+        """Only these cases, of the same run."""
+        part = copy.copy(self)
+        part._mine = [k for k in self._mine if self._run.cases[k][0] in cases]
+        return part
 
     def __iter__(self) -> Iterator[Seen]:
         """What each rank saw, the world first; in the end the failure, or that it was told."""
@@ -224,76 +304,25 @@ class Runs:
 
     def _first(self, wrong: dict[int, Wrong], sizes: Iterable[int]) -> Wrong:
         """What failed first, which groups hold it, and what ended the run, if that is untold."""
-        first, *_ = wrong.values()
+        first = wrong.get(self._run.world) or next(iter(wrong.values()))
         fine = sorted(set(sizes) - set(wrong), reverse=True)
         many = "" if fine == [1] else "s"
         said = f"{first}; it holds on {listed(fine)} rank{many}" if fine else str(first)
         told = Wrong(said, first.kind, first.hint)
-        told.in_group = self._world in fine
-        if self._error is not None and not self._told:
-            self._told, told.hung = True, getattr(self._error, "hung", False)
-            told.args = (f"{said}; then, {say(self._error)}",)
+        told.in_group = self._run.world in fine
+        if self._run.failed in self._mine and not self._run.told:
+            error = self._run.tell()
+            told.hung = getattr(error, "hung", False)
+            told.args = (f"{said}; then, {say(error)}",)
         return told
 
     def _complete(self) -> Iterator[list[Seen]]:
-        if self._found is None:
-            self._run()
-        for number, k in self._order:
-            by_rank = self._found.get((number, k), {})
-            for ranks in self._rounds[number]:
-                members = [by_rank.get(rank) for rank in ranks]
-                if None not in members:
-                    yield members
+        for k in self._mine:
+            yield from self._run.groups(k)
 
     def _finish(self) -> None:
-        if self._error is not None:
-            if self._told:
-                raise NotExamined
-            self._told = True
-            raise self._error
-
-    def _run(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="shardbook-seen-") as folder:
-            try:
-                self._start(folder)
-            except NotWritten:
-                raise
-            except (RankError, Wrong) as error:
-                self._error = error
-            self._found = {}
-            for rank in range(self._world):
-                for number, k, seen in _read(f"{folder}/{rank}"):
-                    self._found.setdefault((number, k), {})[rank] = seen
-        if self._error is not None:
-            self._name_place(self._error)
-        else:
-            self._error = self._outside()
-
-    def _name_place(self, error: BaseException) -> None:
-        """Tell on which group, and in which case, the run failed, unless it is the plain world."""
-        number, k = next(
-            (at for at in self._order if len(self._found.get(at, {})) < self._world),
-            self._order[-1],
-        )
-        failed = getattr(error, "causes", {})
-        parts = [p for p in self._rounds[number] if not failed or set(p) & set(failed)]
-        said = [f"for {self._cases[k][0]}"] if len(self._cases) > 1 else []
-        error.in_group = len(parts[0]) < self._world
-        if error.in_group:
-            said.append(f"in {' and '.join(map(_group, parts))}")
-        if said:
-            error.args = (f"{' '.join(said)}: {error}", *error.args[1:])
-
-    def _outside(self) -> Wrong | None:
-        for by_rank in self._found.values():
-            for seen in filter(None, by_rank.values()):
-                for call in [*seen.forward, *seen.backward]:
-                    if not set(call.group) <= set(seen.ranks):
-                        said = f"{call.op} ran on ranks {list(call.group)}"
-                        wrong = Wrong(f"{said}, the group was {list(seen.ranks)}", "traffic")
-                        wrong.in_group = True
-                        return wrong
-        return None
+        if self._run.error is not None and self._run.failed <= max(self._mine):
+            raise self._run.tell()
 
 
 def _read(path: str) -> Iterator[tuple[int, int, Seen | None]]:

@@ -503,7 +503,7 @@ def rotated(chunks, group=None):
     return result[1:] + result[:1]
 
 
-@wrong("all_to_all", says="what rank . got from . has shape")
+@wrong("all_to_all", says="same dtype and size|what rank . got from . has shape")
 def as_large_as_mine(chunks, group=None):
     world, me = here(group)
     result = [c.clone() for c in chunks]

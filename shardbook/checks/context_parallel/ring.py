@@ -12,7 +12,7 @@ from ..families import OnGroups
 from ..report import Report, check
 from ..seen import WORLD, Here, Seen
 from ..wrong import hints
-from .whole import HKV, B, D, H, S, attend, equal, positions, qkv, without_gradients
+from .whole import HKV, B, Case, D, H, S, attend, equal, positions, qkv, without_gradients
 
 HANG = (
     "a ring waits where every rank sends before it receives: start the send and the receive "
@@ -114,19 +114,21 @@ BACK = (
 @check("ring_attention")
 def ring_attention(answer, report):
     """Keys and values travel."""
-    full, causal = (report.on_groups(attend, answer, kind) for kind in ("full", "causal"))
+    cases = Case("full"), Case("causal")
+    seen = report.on_groups(attend, answer, cases=cases)
+    full, causal = map(seen.of, cases)
     step = (
         "every step: start sending your block to the next rank and receiving the one before's, "
         "compute with the block you hold, merge, wait. "
     )
     full.holds(
         "out and gradients equal attention over the whole sequence, 1 to 4 ranks",
-        equal("full", HKV),
+        equal,
         hint=hints(step + BACK, hang=HANG),
     )
     causal.holds(
         "and with a causal mask",
-        equal("causal", HKV),
+        equal,
         hint="blocks of earlier ranks are seen whole, your own by its triangle, later ones not at "
         "all; a row that has seen nothing yet has lse -inf",
     )
@@ -145,14 +147,14 @@ def ring_attention(answer, report):
 @check("zigzag_ring_attention")
 def zigzag_ring_attention(answer, report):
     """Equal causal work."""
-    seen = report.on_groups(attend, answer, "zigzag")
+    seen = report.on_groups(attend, answer, cases=[Case("zigzag")])
     halves = (
         "from an earlier rank only its early half is seen, by all your queries; from a later rank "
         "both halves are seen, by your late half only; your own by causality. "
     )
     seen.holds(
         "out and gradients equal causal attention over the whole sequence, 1 to 4 ranks",
-        equal("zigzag", HKV),
+        equal,
         hint=hints(halves + BACK, hang=HANG),
     )
     without_gradients(report, answer, "zigzag")

@@ -1,9 +1,9 @@
 """What the checks of attention on ranks share: the whole sequence, and parts of it on ranks."""
 
+import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -61,24 +61,31 @@ def _kwargs(kind: str) -> dict[str, bool]:
     return {} if kind == "zigzag" else {"causal": kind == "causal"}
 
 
-def attend(answer, here: Here, kind: str, kv_heads: int = HKV) -> Seen:
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Attention of a kind: "full", "causal", or "zigzag" (causal, of zigzag shards)."""
+
+    kind: str
+    kv_heads: int = HKV
+
+    def __str__(self) -> str:
+        return f"{self.kind} attention of {self.kv_heads} kv heads"
+
+
+def attend(answer, here: Here, case: Case) -> Seen:
     """On a rank: forward and backward on its part of the sequence."""
-    keep = positions(S, here.size, here.place, kind == "zigzag")
-    q, k, v, grad = (_as_projected(x[:, :, keep].to(device())) for x in qkv(kv_heads))
-    options = {"group": here.group} | _kwargs(kind)
+    keep = positions(S, here.size, here.place, case.kind == "zigzag")
+    q, k, v, grad = (_as_projected(x[:, :, keep].to(device())) for x in qkv(case.kv_heads))
+    options = {"group": here.group} | _kwargs(case.kind)
     return here.see(lambda q, k, v: answer(q, k, v, **options), grad, True, q=q, k=k, v=v)
 
 
-def equal(kind: str, kv_heads: int) -> Callable[[Seen], None]:
+def equal(s: Seen) -> None:
     """out and gradients are those of the whole sequence, and the input stays as it was."""
-
-    def judge(s: Seen) -> None:
-        keep = positions(S, s.size, s.place, kind == "zigzag")
-        whole = _everything(kind != "full", kv_heads)
-        agrees(s, {name: want[:, :, keep] for name, want in whole.items()})
-        kept(s)
-
-    return judge
+    keep = positions(S, s.size, s.place, s.case.kind == "zigzag")
+    whole = _everything(s.case.kind != "full", s.case.kv_heads)
+    agrees(s, {name: want[:, :, keep] for name, want in whole.items()})
+    kept(s)
 
 
 PLAIN = [  # dtype, kv heads, head dimension: all heads their own keys, one for all, bf16
