@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,6 +19,8 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
             continue
         if hasattr(tensor, "placements"):  # a DTensor holds its shard
             tensor = _seams.local_part(tensor)
+        if tensor.layout is not torch.strided:  # a sparse one has no storage of its own
+            continue
         storage = tensor.untyped_storage()
         if storage.nbytes() and storage.device.type != "meta":  # as those of torch.export are
             seen[storage.data_ptr()] = storage.nbytes()

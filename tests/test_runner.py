@@ -178,3 +178,17 @@ def test_cpu_time_counts_processes_of_no_parent():
         time.sleep(0.1)
     assert meter.seconds() > 0.5
     assert meter.close() == 0 or meter.remark
+
+
+def test_the_kernels_server_starts_again_where_a_test_has_ended_it():
+    import psutil
+
+    mine = Kernels()
+    command = [sys.executable, "-m", "ipykernel_launcher", "--version"]
+    assert mine.launch(command).wait(60) == 0
+    for child in psutil.Process().children():
+        if "tests.kernel_server" in child.cmdline():
+            child.kill()
+            child.wait(10)
+    assert mine.launch(command).wait(60) == 0
+    assert mine.used() >= 0
