@@ -79,7 +79,7 @@ def device(reader, node: ast.expr, values: Values, to: bool = False) -> None:
         elif v.kind == "str" and is_tensor_type_text(v.data):
             reader.report(v.node, "cuda-tensor-type")
         elif v.kind == "int" or (v.kind == "param" and v.data in INT_NAMES):
-            reader.report(node, "bare-int-device")
+            bare_int(reader, node, v.node)
         elif v.kind == "dict":  # map_location={"cuda:0": "cuda:1"}, dict(device="cuda")
             for key, inner in v.data.items():
                 if is_cuda_text(key):
@@ -88,7 +88,19 @@ def device(reader, node: ast.expr, values: Values, to: bool = False) -> None:
     if not values:
         last = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
         if last in INT_NAMES:
-            reader.report(node, "bare-int-device")
+            bare_int(reader, node, last)
+
+
+def bare_int(reader, node: ast.expr, origin: ast.AST | str | None) -> None:
+    """An integer is used as a device: the first use of one is a cause, the others follow from it.
+
+    After `device = rank % torch.cuda.device_count()`, that line is the cause of them all.
+    """
+    parts = ast.walk(origin) if isinstance(origin, ast.AST) else ()
+    counted = any(isinstance(n, ast.Attribute) and n.attr == "device_count" for n in parts)
+    first = reader.ints.setdefault(origin, origin if counted else node)
+    own = first is node or first.lineno == node.lineno
+    reader.report(node, "bare-int-device", "" if own else f"line {first.lineno}")
 
 
 def used(reader, node: ast.expr, path: str, called: bool = False) -> None:

@@ -37,6 +37,7 @@ class Reader:
         self.branches = 0  # > 0 inside an if, a loop or a try, where an assignment may not happen
         self.optional = set(self.around.optional)  # libraries imported where a failure is caught
         self.chain: list[ast.AST] = []  # the calls around the expression being read
+        self.ints: dict = {}  # where an integer comes from -> what its uses as a device follow from
         self.wanted: list[tuple] = []  # (parameter, where it is a dtype on the device)
         self.passed: set[ast.arg] = set()  # parameters that are given float64
         self.words = {

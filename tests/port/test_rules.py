@@ -54,6 +54,21 @@ def test_a_failure_of_the_checker_loses_one_statement(monkeypatch):
     ]
 
 
+def test_uses_of_one_integer_are_one_cause():
+    code = """import torch
+import torch.distributed as dist
+def f(model, ema, x, y):
+    device = dist.get_rank() % torch.cuda.device_count()
+    model, ema = model.to(device), ema.to(device)
+    return x.to(device), torch.zeros(3, device=device)
+def g(x, y, local_rank):
+    x = x.to(local_rank)
+    return x, y.to(local_rank)
+"""
+    found = [(f.line, f.cause) for f in scan_source(code) if f.rule == "bare-int-device"]
+    assert found == [(5, "line 4"), (6, "line 4"), (8, ""), (9, "line 8")]
+
+
 PROJECT = {
     "setup.py": """
 from setuptools import setup
