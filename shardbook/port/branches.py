@@ -86,6 +86,10 @@ def if_expression(reader, node: ast.IfExp) -> Values:
         reader.quiet -= 1
         return reader.eval(chosen)
     reader.choosing += 1
+    chosen = conditions.cuda_or_cpu(reader, node)
+    if chosen:  # it takes the CPU: slow and silent, but nothing breaks
+        reader.choosing -= 1
+        return chosen
     body, other = reader.eval(node.body), reader.eval(node.orelse)
     reader.choosing -= 1
     if conditions.is_cpu(node.test):  # float64 if device.type == "cpu": not on an NPU

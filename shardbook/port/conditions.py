@@ -79,6 +79,14 @@ def choice(reader, node: ast.IfExp) -> None:
         reader.report(node, "not-cpu-is-cuda")
 
 
+def cuda_or_cpu(reader, node: ast.IfExp) -> Values:
+    """`"cuda" if torch.cuda.is_available() else "cpu"`: what an NPU takes of it."""
+    plain = all(isinstance(x, ast.Constant) for x in (node.body, node.orelse))
+    if not plain or not isinstance(node.test, ast.Call) or asks_cuda(reader, node.test) is None:
+        return []
+    return reader.eval(node.orelse)
+
+
 def is_cpu(test_: ast.expr) -> bool:
     """`… == "cpu"`."""
     if not isinstance(test_, ast.Compare) or len(test_.ops) != 1:

@@ -8,7 +8,7 @@ import ast
 import re
 
 from . import uses
-from .rules import CUDA_LIBRARIES, ENVIRONMENT, GRAPHS, SILENT, STREAMS, TENSOR_TYPES
+from .rules import CUDA_LIBRARIES, ENVIRONMENT, GRAPHS, NO_EFFECT, SILENT, STREAMS, TENSOR_TYPES
 from .values import (
     INT_NAMES,
     Value,
@@ -171,6 +171,8 @@ def cuda(reader, node: ast.expr, parts: list[str]) -> None:
         reader.report(node, "cuda-stream")
     elif head in TENSOR_TYPES:
         reader.report(node, "cuda-tensor-type")
+    elif last in NO_EFFECT:
+        reader.report(node, "cuda-no-effect")
     elif last in SILENT:
         reader.report(node, "cuda-silent")
     elif head in ("OutOfMemoryError", "random", "memory", "comm", "graphs", "streams", "jiterator"):
@@ -232,10 +234,13 @@ def item_set(reader, target: ast.Subscript, values: Values) -> None:
 def written(reader, node: ast.Constant) -> None:
     """A string is the name of one of NCCL's variables, or sets one."""
     if re.fullmatch(r"(export )?(TORCH_)?NCCL_[A-Z0-9_]+(=.*)?", node.value):
-        reader.report(node, "cuda-env")
+        name = node.value.removeprefix("export ").partition("=")[0]
+        reader.report(node, "cuda-no-effect" if name in NO_EFFECT else "cuda-env")
 
 
 def variable(reader, node: ast.AST, name: str) -> None:
     """The name of an environment variable is used as one."""
-    if name in ENVIRONMENT or name.startswith(("NCCL_", "TORCH_NCCL_")):
+    if name in NO_EFFECT:
+        reader.report(node, "cuda-no-effect")
+    elif name in ENVIRONMENT or name.startswith(("NCCL_", "TORCH_NCCL_")):
         reader.report(node, "cuda-env")

@@ -65,6 +65,11 @@ _TABLE = [
      "it neither fails nor acts: seeds, statistics and caches of the NPU are not touched",
      "the torch.npu function of that name (`torch.manual_seed` seeds every device)",
      "stepfun-ai/Step-Video-T2V, pytorch/torchtune#1826"),
+    ("cuda-no-effect", "style", "a call or a variable of CUDA's that changes no result",
+     "without CUDA it does nothing: no cache is emptied, no log is written",
+     "`torch.accelerator.empty_cache()` where torch has it, or torch.npu's; "
+     "HCCL_DEBUG_CONFIG for the log",
+     "https://docs.pytorch.org/docs/stable/accelerator.html (read 2026-11)"),
     ("cuda-graph", "breaks", "CUDA graphs", "capture and replay need CUDA streams",
      "run eagerly, or torch.npu.NPUGraph where the version has it",
      "vllm-project/vllm-ascend#9119, #8585, #9691"),
@@ -101,7 +106,7 @@ _TABLE = [
      "Ascend A2 and A3 have no fp8; Ascend 950 has, but not the `fnuz` formats",
      "bf16, or int8 through the NPU's own quantisation; on a 950 try the dtype first",
      "https://gitcode.com/Ascend/pytorch/pull/45030 (2026-08-21)"),
-    ("bf16-conv3d", "breaks", "a 3-D convolution in bf16",
+    ("bf16-conv3d", "slow", "a 3-D convolution in bf16",
      "CANN lists bf16 for it on A2 and A3 since 8.0.RC3; older CANN stops in it",
      "try it on your CANN; else fp16 or fp32, a linear layer over patches, or 2-D convolutions",
      "https://www.hiascend.com/document/detail/zh/CANNCommunityEdition/80RC3alpha003/apiref/aolapi/"
@@ -141,7 +146,7 @@ _TABLE = [
      "torch ops, or an Ascend C op", "zai-org/CogVideo#97"),
     ("triton", "breaks", "a Triton kernel", "stock Triton compiles for GPUs",
      "torch ops, or triton-ascend after its own test", "sgl-project/sglang#26403"),
-    ("compile", "breaks", "torch.compile with the default backend",
+    ("compile", "slow", "torch.compile with the default backend",
      "before torch_npu 2.7.1 nothing generates code for an NPU; since then torch_npu has an "
      "Inductor backend of its own, through Triton-Ascend, MLIR or DVM",
      "with torch_npu >= 2.7.1 try it as it is; else eager, or torchair as the backend",
@@ -218,8 +223,9 @@ _TABLE = [
 RULES: dict[str, Rule] = {row[0]: Rule(*row) for row in _TABLE}
 
 # torch.cuda functions by what they do without a CUDA device, as torch 2.13's CPU build behaves.
+NO_EFFECT = {"empty_cache", "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"}
 SILENT = {
-    "manual_seed", "manual_seed_all", "seed", "seed_all", "empty_cache", "max_memory_allocated",
+    "manual_seed", "manual_seed_all", "seed", "seed_all", "max_memory_allocated",
     "memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats",
     "is_initialized", "max_memory_cached", "memory_cached", "is_bf16_supported",
     "get_rng_state_all",

@@ -47,7 +47,7 @@ class Finding:
     @property
     def instead(self) -> str:
         """What to write: the rule's words, or the twin of the variable that this line names."""
-        if self.rule == "cuda-env":
+        if self.rule in ("cuda-env", "cuda-no-effect"):
             names = [name for name in ENVIRONMENT if re.search(rf"\b{name}\b", self.code)]
             if names:
                 return ", ".join(f"{name}: {ENVIRONMENT[name]}" for name in names)

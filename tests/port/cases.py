@@ -100,8 +100,12 @@ FLAGGED: dict[str, list[str]] = {
     ],
     "cuda-silent": [
         "torch.cuda.manual_seed_all(0)  # !",
-        "torch.cuda.empty_cache()  # !",
         "import torch.cuda as tc\npeak = tc.max_memory_allocated()  # !",
+    ],
+    "cuda-no-effect": [
+        "torch.cuda.empty_cache()  # !",
+        "class Env:\n    NCCL_DEBUG: str = 'INFO'  # !",
+        "import os\nos.environ.setdefault('NCCL_DEBUG', 'INFO')  # !",
     ],
     "cuda-graph": [
         "g = torch.cuda.CUDAGraph()  # !",
@@ -227,9 +231,9 @@ FLAGGED: dict[str, list[str]] = {
         "with torch.backends.cuda.sdp_kernel(enable_flash=True):  # !\n    pass",
     ],
     "cuda-env": [
-        "class Env:\n    NCCL_DEBUG: str = 'INFO'  # !",
+        "class Env:\n    NCCL_IB_HCA: str = 'mlx5'  # !",
         "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'  # !",
-        "import os\nos.environ.setdefault('NCCL_DEBUG', 'INFO')  # !",
+        "import os\nos.environ.setdefault('NCCL_IB_HCA', 'mlx5')  # !",
         "import os\nos.system('CUDA_VISIBLE_DEVICES=0 python train.py')  # !",
         "import os\nd = os.getenv('CUDA_VISIBLE_DEVICES')  # !",
     ],
@@ -316,6 +320,7 @@ CLEAN: dict[str, list[str]] = {
         "class C:\n    def cuda(self):\n        pass",
     ],
     "cuda-silent": ["torch.manual_seed(0)", "torch.npu.manual_seed_all(0)"],
+    "cuda-no-effect": ["torch.accelerator.empty_cache()"],
     "cuda-graph": ["g = torch.fx.Graph()"],
     "cuda-stream": ["s = torch.Stream()", "e = torch.Event()"],
     "cuda-generator": ["g = torch.Generator(device='cpu')", "g = torch.Generator().manual_seed(0)"],

@@ -277,4 +277,9 @@ def f(model):
         return torch.backends.cuda.is_built()
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] > 7  # !
 """, {"cuda-or-cpu"}),
+    ("the cpu is taken, nothing breaks", """
+import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"  # !
+x = torch.zeros(3, device=device)
+""", {"cuda-or-cpu"}),
 ]  # fmt: skip

@@ -59,7 +59,7 @@ def test_a_variable_is_named_with_its_twin(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "instead  CUDA_VISIBLE_DEVICES: ASCEND_RT_VISIBLE_DEVICES\n" in out
     assert "instead  NCCL_DEBUG: HCCL_DEBUG_CONFIG, or ASCEND_GLOBAL_LOG_LEVEL\n" in out
-    assert "3 wrong  in all, 1 file" in out.splitlines()[-1]
+    assert "2 wrong, 1 style  in all, 1 file" in out.splitlines()[-1]
     assert main(["port", "--json", str(path)]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [f["instead"].split(":")[0] for f in found[:2]] == ["CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"]
