@@ -184,3 +184,12 @@ def total(calls: Sequence, op: str) -> tuple[int, int]:
     """(calls, bytes) of one operation in a list of `shardbook.calls.Call`."""
     mine = [c for c in calls if c.op == op]
     return len(mine), sum(c.nbytes for c in mine)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value, through lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)

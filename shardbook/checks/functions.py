@@ -4,14 +4,14 @@ See `families` for how a check is written with it.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..devices import device
-from .compare import agree, agree_in_number, all_close, expect, random, refuses
+from .compare import agree, agree_in_number, all_close, expect, random, refuses, tensors_in
 from .wrong import Hint
 
 Args = tuple[Any, ...]
@@ -69,7 +69,7 @@ class Function:
             all_close(dict(zip(self.names, pairs, strict=True)), told.strip(), tolerance)
         else:
             agree(got, want, self.what + told, tolerance)
-        for old, new in zip(_tensors(args), _tensors(mine), strict=True):
+        for old, new in zip(tensors_in(args), tensors_in(mine), strict=True):
             kept = torch.equal(old.nan_to_num(), new.detach().cpu().nan_to_num())
             expect(kept, f"an input was changed{told}", "kept")
 
@@ -89,7 +89,7 @@ class Function:
         with self.report.property(name, hint):
             for args in calls:
                 mine = placed(args)
-                own = _memory(self.answer(*mine)) not in {_memory(t) for t in _tensors(mine)}
+                own = _memory(self.answer(*mine)) not in {_memory(t) for t in tensors_in(mine)}
                 expect(
                     own,
                     f"{self.what} lies in the memory of an input{self._told(args)}",
@@ -171,14 +171,6 @@ def _typed(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda t: t > 0 if dtype == torch.bool else (t * 100).to(dtype)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
 def _memory(value: Any) -> int:
     expect(isinstance(value, Tensor), f"the result is {type(value).__name__}", "type")
     return value.untyped_storage().data_ptr()
@@ -203,18 +195,18 @@ def _names(oracle: Callable, args: Args) -> list[str]:
     """The names of the floating-point tensors among the arguments."""
     names = []
     for name, arg in zip(inspect.signature(oracle).parameters, args, strict=False):
-        found = [t for t in _tensors(arg) if t.is_floating_point()]
+        found = [t for t in tensors_in(arg) if t.is_floating_point()]
         many = not isinstance(arg, Tensor)
         names += [f"{name}[{i}]" if many else name for i in range(len(found))]
     return names
 
 
 def _gradients(fn: Callable, args: Args, what: str | None) -> list[Tensor]:
-    leaves = [t for t in _tensors(args) if t.is_floating_point()]
+    leaves = [t for t in tensors_in(args) if t.is_floating_point()]
     for leaf in leaves:
         leaf.requires_grad_()
     try:
-        made = list(_tensors(fn(*args)))
+        made = list(tensors_in(fn(*args)))
         if what:
             expect(bool(made) and made[0].requires_grad, f"{what} carries no gradient")
         pulls = [random(*t.shape, seed=90 + i).to(t) for i, t in enumerate(made)]

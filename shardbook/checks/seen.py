@@ -34,7 +34,7 @@ from .. import calls
 from ..devices import device
 from ..ranks.result import NotWritten, RankError
 from ..ranks.worker import dumps
-from .compare import listed
+from .compare import listed, tensors_in
 from .wrong import NotExamined, Wrong, say
 
 Rounds = Sequence[Sequence[Sequence[int]]]
@@ -122,7 +122,7 @@ class Here:
 
         `work` counts its FLOPs, which slows every operation down.
         """
-        flat = [t for x in inputs.values() for t in _tensors(x)]
+        flat = [t for x in inputs.values() for t in tensors_in(x)]
         before = [t.detach().clone() for t in flat]
         seen = Seen()
 
@@ -141,27 +141,19 @@ class Here:
             value = call(*inputs.values())
         seen.flops = flops.get_total_flops() if flops else 0
         if grad is not None:
-            if not any(t.requires_grad for t in _tensors(value)):
+            if not any(t.requires_grad for t in tensors_in(value)):
                 raise Wrong("the result carries no gradient", "gradient")
             leaves = {n: t for n, t in inputs.items() if isinstance(t, Tensor) and t.requires_grad}
             with calls.record() as seen.backward:
                 grads = torch.autograd.grad(value, list(leaves.values()), grad, allow_unused=True)
             seen.grads = dict(zip(leaves, _cpu(grads), strict=True))
-        same = [id(t) for x in inputs.values() for t in _tensors(x)] == [id(t) for t in flat]
+        same = [id(t) for x in inputs.values() for t in tensors_in(x)] == [id(t) for t in flat]
         pairs = zip(flat, before, strict=True)
         seen.kept = same and all(torch.equal(a.detach(), b) for a, b in pairs)
         at = {t.untyped_storage().data_ptr() for t in flat if t.numel()}
-        seen.aliased = any(t.untyped_storage().data_ptr() in at for t in _tensors(value))
+        seen.aliased = any(t.untyped_storage().data_ptr() in at for t in tensors_in(value))
         seen.value = _cpu(value)
         return seen
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _cpu(value: Any) -> Any:

@@ -211,7 +211,7 @@ _TABLE = [
     ("torch-pin", "style", "a version of torch is pinned",
      "torch_npu is built for one torch: the version here needs a torch-npu of the same",
      "torch and torch-npu of one version; CPU wheels of torch",
-     "https://pypi.org/project/torch-npu/ (read 2026-11)"),
+     "the page of torch-npu 2.13.0 on PyPI (read 2026-11)"),
     # ---- the file
     ("unchecked", "breaks", "the checker failed in this statement",
      "nothing in it was checked; the rest of the file was",

@@ -24,7 +24,7 @@ _IMAGE = re.compile(
 _NAMES = "|".join(re.escape(n) for n in sorted(PACKAGES, key=len, reverse=True))
 _PACKAGE = re.compile(rf"(?:^|[\s\"'/\[=])({_NAMES})(?=$|[\s\"'\],;=<>~!@\[])")
 _TORCH = re.compile(r"(?:^|[\s\"'])torch\s*(?:==|~=|<=|<|=)\s*v?\d")
-_WHEELS = re.compile(r"download\.pytorch\.org/whl/cu\d|\+cu\d{2}")
+_WHEELS = re.compile(r"/whl/cu\d|\+cu\d{2}")
 
 
 def wanted(path: Path) -> bool:

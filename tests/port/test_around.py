@@ -9,7 +9,7 @@ from shardbook.port.scan import scan
 FILES = {
     "requirements.txt": """numpy
 torch==2.5.0
---extra-index-url https://download.pytorch.org/whl/cu121
+--extra-index-url https://example.org/whl/cu121
 flash_attn>=2.5
 decord
 xfuser==0.4.0
