@@ -661,9 +661,9 @@ plt.show()
 
 # %% [markdown]
 # The hasty model gets 1.00 of what we prefer: the judge calls every sample of it a move to the
-# right, whatever was asked for (*astray* 1.00; *obeys* 0.25 is what one fixed answer to four
-# questions gets). Its velocity has moved away from the reference's by as much as that velocity is
-# large (drift 1.00). Do not read this as videos that move to the right. The judge is a classifier
+# right, whatever was asked for (*astray* near 1; *obeys* near 0.25, what one fixed answer to four
+# questions gets). Its velocity has moved away from the reference's by about as much as that velocity
+# is large (*drift* near 1). Do not read this as videos that move to the right. The judge is a classifier
 # of twelve classes that must name one of them, for anything, noise included, and **the same
 # classifier chose the pairs**. What has been raised is its verdict. That is **reward hacking**: a
 # model pushed far enough finds what the judge pays for, and it need not be what we meant. (Look at
@@ -673,8 +673,8 @@ plt.show()
 # So never let the judge that made the preference be the only one that grades it. Keep apart: a
 # second judge that saw none of the pairs, a distance from real data (chapter 43's Fréchet
 # distance), the drift, a test of what the model could do before, and your own eyes. The careful
-# model's numbers (0.52 preferred, 0.97 obeyed, drift 0.26) are consistent with a real preference;
-# they come from the same judge and do not prove one.
+# model's numbers (preferred more often than before, as obedient as before, a drift of about a
+# quarter) are consistent with a real preference; they come from the same judge and do not prove one.
 #
 # ## On a real cluster
 #
