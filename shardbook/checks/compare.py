@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..devices import device
 from .wrong import Wrong
 
 
@@ -193,3 +194,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
+
+
+def widest() -> torch.dtype:
+    """The widest floating-point dtype that this device computes in: an NPU has no float64."""
+    return torch.float64 if device().type in ("cpu", "cuda") else torch.float32

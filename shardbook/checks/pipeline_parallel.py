@@ -13,7 +13,7 @@ from torch import nn
 from .. import calls
 from ..devices import device
 from ..memory import held_bytes
-from .compare import close, expect, random, refuses, same, total
+from .compare import close, expect, random, refuses, same, total, widest
 from .groups import last_ranks
 from .report import check
 from .wrong import hints
@@ -390,7 +390,11 @@ def _grown(answer) -> int:
     return held_bytes() - before
 
 
-PRECISE = {torch.bfloat16: 3e-2, torch.float64: 1e-12}  # bf16 has 8 bits of mantissa
+PRECISE = {
+    torch.bfloat16: 3e-2,
+    torch.float32: 1e-5,
+    torch.float64: 1e-12,
+}  # bf16 has 8 bits of mantissa
 
 
 def _token_stages(size: int, dtype: torch.dtype) -> list[nn.Module]:
@@ -415,7 +419,7 @@ def _token_loss(y, target):
 def _of_tokens(answer):
     results = []
     for size, group, rank in last_ranks((1, 3)):
-        for dtype in PRECISE:
+        for dtype in (torch.bfloat16, widest()):
             stage = _token_stages(size, dtype)[rank].to(device())
             tokens, targets = ([t.to(device()) for t in data] for data in _token_data(3))
             schedule = _steady(size, 3)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ... import calls
 from ...devices import device
 from ...memory import held_bytes
-from ..compare import close, expect, random
+from ..compare import close, expect, random, widest
 from ..groups import last_ranks
 from ..report import check
 from ..wrong import Wrong
@@ -111,7 +111,7 @@ def _averaged_32_megabytes(answer) -> tuple[list[tuple[float, float]], int]:
 
 def _averaged_of_many_kinds(answer) -> dict[str, Tensor | None]:
     """Gradients of an empty parameter, a frozen one and a float64 one, which an NPU has not."""
-    precise = torch.float64 if device().type in ("cpu", "cuda") else torch.float32
+    precise = widest()
     model = nn.ParameterDict(
         {
             "frozen": nn.Parameter(torch.zeros(4), requires_grad=False),

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ...calls import record, summary
 from ...devices import device
-from ..compare import close, expect, random, refuses, same
+from ..compare import close, expect, random, refuses, same, widest
 from ..groups import cut, each, held, in_groups, only_call, refusal
 from ..report import check
 
@@ -108,7 +108,7 @@ def _others(place: int) -> dict[str, Tensor]:
     ids = torch.arange(60).view(12, 5) + 2**40 + place
     return {
         "bf16": random(12, 5, seed=place, dtype=torch.bfloat16),
-        "float64": random(12, 5, seed=place, dtype=torch.float64) / 3,
+        "float64": random(12, 5, seed=place, dtype=widest()) / 3,
         "int64": ids,
     }
 
@@ -187,7 +187,8 @@ def _check_pair(answer, report, name: str, hints: dict[str, str]) -> None:
     with report.property("keeps bf16, float64 and int64, and works under no_grad", hint=hint):
         for size, place, found in each(values):
             others = [_others(i) for i in range(size)]
-            for kind, off in (("bf16", 0.05), ("float64", 1e-14), ("int64", 0.0)):
+            exactly = 1e-14 if widest() == torch.float64 else 1e-5
+            for kind, off in (("bf16", 0.05), ("float64", exactly), ("int64", 0.0)):
                 given = [other[kind] for other in others]
                 exact = [x.float() for x in given] if kind == "bf16" else given
                 want = _one_way(way, exact, place, 0).to(given[0].dtype)
