@@ -241,7 +241,7 @@ wrong("flash_attention_backward", says="dq")(_backward("forgets_delta", delta=Fa
 wrong("flash_attention_backward", says="dq|dk")(_backward("forgets_the_scale", scale=False))
 wrong("flash_attention_backward", says="causal|dq|dv")(_backward("top_left_backward", align="top"))
 wrong("flash_attention_backward", says="dq|dv")(_backward("drops_the_last_rows", tail=False))
-wrong("flash_attention_backward", says="^✗.*: dk on .* off by.*; dq and dv hold")(
+wrong("flash_attention_backward", says="^✗.*: dk .* off by.*; dq and dv hold")(
     _backward("dk_from_grad", transpose_ds=False)
 )
 

@@ -63,7 +63,14 @@ def deep_alone(size: int, micro: int = 1, steps: int = 2) -> list[dict[str, Tens
     return found
 
 
-def trained_on(answer, bucket_bytes=None, group=None, rank=None, size=4, micro=1):
+def trained_on(
+    answer: type,
+    bucket_bytes: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    rank: int | None = None,
+    size: int = 4,
+    micro: int = 1,
+) -> list:
     """Two steps; of each the gradients, the calls, the stamps, and how many calls no_sync made."""
     rank = dist.get_rank() if rank is None else rank
     model = Deep(rank).to(device())  # the first rank's parameters must win

@@ -1,5 +1,7 @@
 """Chapter 21, averaging gradients. Rank functions gather facts, the checks judge them."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,7 +22,9 @@ def on_cpu(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {k: None if t is None else t.detach().cpu().clone() for k, t in tensors.items()}
 
 
-def near(actual, expected: Tensor, what: str, factors: dict[float, str], tolerance=1e-5) -> None:
+def near(
+    actual: Any, expected: Tensor, what: str, factors: dict[float, str], tolerance: float = 1e-5
+) -> None:
     """`close`, and where all values are off by one factor that is known, the hint that says why."""
     try:
         close(actual, expected, what, tolerance)
