@@ -96,19 +96,20 @@ def _pair(answer, group, place, size, with_dim) -> dict:
         )
     dim = [0] if with_dim else []
     with torch.no_grad():
-        for name, x in _others(place).items():
+        found["wide"] = widest()  # where the ranks run, which may not be where the check does
+        for name, x in _others(place, found["wide"]).items():
             y = answer(x.to(device()), *dim, group=group)
             found[name] = y.cpu().clone()
             found[f"{name} memory"] = y.untyped_storage().nbytes() / y.nbytes
     return found | _calls(answer, group, place, dim)
 
 
-def _others(place: int) -> dict[str, Tensor]:
+def _others(place: int, wide: torch.dtype) -> dict[str, Tensor]:
     """Tensors of other dtypes; the float64 and the int64 ones hold what fp32 would round."""
     ids = torch.arange(60).view(12, 5) + 2**40 + place
     return {
         "bf16": random(12, 5, seed=place, dtype=torch.bfloat16),
-        "float64": random(12, 5, seed=place, dtype=widest()) / 3,
+        "float64": random(12, 5, seed=place, dtype=wide) / 3,
         "int64": ids,
     }
 
@@ -186,8 +187,9 @@ def _check_pair(answer, report, name: str, hints: dict[str, str]) -> None:
     hint = "no gradient asked for is no reason to skip the collective; a cast is not asked for."
     with report.property("keeps bf16, float64 and int64, and works under no_grad", hint=hint):
         for size, place, found in each(values):
-            others = [_others(i) for i in range(size)]
-            exactly = 1e-14 if widest() == torch.float64 else 1e-5
+            wide = found["wide"]
+            others = [_others(i, wide) for i in range(size)]
+            exactly = 1e-14 if wide == torch.float64 else 1e-5
             for kind, off in (("bf16", 0.05), ("float64", exactly), ("int64", 0.0)):
                 given = [other[kind] for other in others]
                 exact = [x.float() for x in given] if kind == "bf16" else given
