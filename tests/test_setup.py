@@ -97,6 +97,7 @@ def test_without_a_network_it_says_so_and_can_be_repeated(clone):
     assert "pip install" in (clone / "calls").read_text(), "a changed pyproject is installed"
 
 
+@pytest.mark.installation
 @pytest.mark.parametrize(("kind", "extras"), [("lab", ".[npu]"), ("test", ".[test,npu]")])
 def test_where_an_npu_is_torch_npu_comes_along(clone, kind, extras):
     (clone / "shardbook").mkdir()
