@@ -168,6 +168,59 @@ def test_a_check_does_not_import_the_reference_it_judges(chapter):
     assert not found & (exercises | modules), "an oracle must not be our own reference"
 
 
+# A lab shows the trace of what the learner wrote
+
+TRACES = re.compile(r"\bsb\.(trace|show)\(|\btrace=True\b|(?m:^%%ranks\b.*--trace\b)")
+NO_TRACE = {"31_flash_attention"}
+"""Labs that trace nothing of the learner's yet. Leave it empty."""
+
+
+def traced_exercises(book: nbformat.NotebookNode) -> set[str]:
+    """The exercises whose answer runs in a cell that traces: called there, or by what it calls."""
+    calls: dict[str, set[str]] = {}  # a name that cells define -> the names its definition uses
+    exercises, found = set(), set()
+    for _, cell in _code(book):
+        text = "\n".join(s for s in cell.source.splitlines() if not re.match(r"\s*[%!]", s))
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                calls[node.name] = _names_in(node)
+            elif isinstance(node, ast.Assign):
+                for name in set().union(*map(_names_in, node.targets)):
+                    calls[name] = calls.get(name, set()) | _names_in(node.value)
+        exercises |= {_plain(n) for n in re.findall(r"(?m)^check\.(\w+)\(", cell.source)}
+        if TRACES.search(cell.source):
+            found |= _names_in(tree)
+    queue = list(found)
+    while queue:
+        new = calls.get(queue.pop(), set()) - found
+        found |= new
+        queue += new
+    return {n for n in found if n in calls and _plain(n) in exercises}
+
+
+def _names_in(tree: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()  # check.dit_block looks at DiTBlock
+
+
+@pytest.mark.parametrize("kind", ["labs", "solutions"])
+@pytest.mark.parametrize("chapter", WITH_LAB, ids=ids(WITH_LAB))
+def test_a_lab_shows_the_trace_of_what_the_learner_wrote(chapter, kind):
+    book = nbformat.read(ROOT / kind / f"{chapter.name}.ipynb", as_version=4)
+    found = traced_exercises(book)
+    if chapter.name in NO_TRACE:
+        assert not found, f"{chapter.name} traces {sorted(found)}: take it out of NO_TRACE"
+        return
+    assert found, (
+        f"no cell of {kind}/{chapter.name}.ipynb runs an exercise under sb.trace, sb.show, "
+        "trace=True or %%ranks --trace: end the lab with the trace of the learner's own code"
+    )
+
+
 def test_every_chapter_is_on_the_map():
     start = (ROOT / "book" / "00_start_here" / "lesson.py").read_text()
     linked = set(re.findall(r"\(((?!00)\d\d_\w+)\.ipynb\)", start))

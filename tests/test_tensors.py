@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardbook as sb
+from shardbook import plot
 from shardbook.basics.tensors import (
     can_view,
     contiguous_strides,
@@ -18,6 +20,7 @@ from shardbook.basics.tensors import (
     unpatchify,
     unshard,
 )
+from shardbook.studies import layouts
 
 SIZES = st.sampled_from([0, 1, 1, 2, 2, 3, 4, 6])
 few = settings(max_examples=200, deadline=None, derandomize=True)
@@ -148,3 +151,49 @@ def test_windows_are_unfold_with_the_window_in_the_middle(x, size, step):
 def test_windows_of_nothing_are_refused(size, step):
     with pytest.raises(ValueError, match="window"):
         sliding_windows(torch.zeros(4, 2), size, step)
+
+
+# What the lesson measures with
+
+
+def test_a_table_of_operations_is_what_they_do():
+    x = torch.arange(24).view(2, 3, 4)
+    table = layouts.operations(
+        {"x": x, "t": x.mT}, {"x.view(6, 4)": "y.view(2, 3, 4)", "t.reshape(24)": "y.view(2, 4, 3)"}
+    )
+    assert [row["copies"] for row in table] == [False, True]
+    assert [row["given"] for row in table] == ["[2, 3, 4]", "[2, 4, 3]"]
+    (row,) = layouts.operations({"x": x}, {"x.split([1, 3], 2)": "torch.cat(y, 2)"})
+    assert row["returns"] == "[2, 3, 1], [2, 3, 3]" and not row["copies"]
+    (row,) = layouts.operations({"x": x}, {"x.select(1, 2)": None})
+    assert row["inverse"] == "none: 16 of 24 values are gone"
+
+
+@pytest.mark.parametrize(
+    ("inverse", "says"),
+    [("y.view(2, 4, 3)", "does not undo"), ("y", "does not undo"), (None, "loses no value")],
+)
+def test_a_wrong_inverse_is_refused(inverse, says):
+    with pytest.raises(ValueError, match=says):
+        layouts.operations({"x": torch.arange(24).view(2, 3, 4)}, {"x.view(6, 4)": inverse})
+
+
+def test_marks_are_summed_by_name():
+    with sb.trace() as t:
+        for name in ("b", "a", "b"):
+            with sb.mark(name):
+                pass
+    found = layouts.marked(t)
+    assert list(found) == ["b", "a"] and min(found.values()) > 0
+
+
+def test_a_shown_picture_has_its_words():
+    from IPython.testing.globalipapp import get_ipython
+    from IPython.utils.capture import capture_output
+
+    get_ipython()
+    plot.curves({"a": [1, 2]}, "x", "y")
+    with capture_output() as shown:
+        plot.show("a line that rises")
+    (output,) = shown.outputs
+    assert output.metadata["image/png"]["alt"] == output.data["text/plain"] == "a line that rises"

@@ -1,8 +1,13 @@
 # %% [markdown]
 # # 11 · Tensors: the lab
 #
-# You write the nine small functions that cut and join tensors in every chapter after this one.
-# Each has a check: run it as often as you like. 60 to 90 minutes.
+# You write the nine small functions that cut and join tensors in every chapter after this one, and
+# look at their trace. The hardest one is the last. Each has a check: run it as often as you like.
+# 60 to 90 minutes.
+#
+# What holds for all that take tensors: any dtype, device and strides; the input stays as it is; the
+# result has its dtype and device, and gradients go through it. No value is computed, so every
+# value arrives as it was.
 #
 # A check prints ✓ and ✗ lines and, where something does not hold, a hint. Hints under the
 # exercises unfold one at a time.
@@ -13,12 +18,12 @@ import shardbook as sb
 import math
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardbook import plot
 from shardbook.checks import tensors as check
+from shardbook.studies import layouts
 
 device = sb.device()
 
@@ -48,50 +53,7 @@ device = sb.device()
 check.contiguous_strides(contiguous_strides)
 
 # %% [markdown]
-# ## Exercise 2: will `view` work?
-#
-# From sizes and strides alone, say whether `x.view(new_shape)` works. The lesson gave the rule for
-# two neighbours: they merge where `stride[i] == stride[i + 1] * size[i + 1]`. Splitting always
-# works.
-#
-# Predict first: which of the four views of this permuted tensor work?
-
-# %% predict="predicted"
-shape, strides = (4, 5, 6), (30, 1, 5)  # torch.empty(4, 6, 5).permute(0, 2, 1)
-predicted = [False, True, False, True]  # view as (120,), (4, 5, 2, 3), (20, 6), (2, 2, 5, 6)?
-x = torch.empty(4, 6, 5, device=device).permute(0, 2, 1)
-measured = []
-for new_shape in [(120,), (4, 5, 2, 3), (20, 6), (2, 2, 5, 6)]:
-    try:
-        x.view(new_shape)
-        measured.append(True)
-    except RuntimeError:
-        measured.append(False)
-sb.predict("view works", predicted, measured)
-
-# %% [markdown]
-# <details><summary>Hint 1</summary>
-#
-# Settle the easy cases first: another number of elements (no), no elements at all (yes).
-# </details>
-# <details><summary>Hint 2</summary>
-#
-# Leave out dimensions of size 1, their stride is never used. Then merge what can be merged: what
-# remains is a short list of runs, each with one stride.
-# </details>
-# <details><summary>Hint 3</summary>
-#
-# A view can cut a run into pieces, but a new dimension may not reach over the border of two runs.
-# Go through the new sizes from the right and use up the runs.
-# </details>
-
-# %% exercise="shardbook.basics.tensors.can_view"
-
-# %%
-check.can_view(can_view)
-
-# %% [markdown]
-# ## Exercise 3: attention heads
+# ## Exercise 2: attention heads
 #
 # A linear layer gives `[B, S, H*D]`. Attention works on `[B, H, S, D]`. Cut without a copy, and
 # put the heads back together afterwards.
@@ -130,14 +92,19 @@ mine = split_heads(tokens, 2)
 print("same sizes: ", wrong.shape == mine.shape)
 print("same values:", torch.equal(wrong, mine))
 plot.storage({"tokens [S, H*D]": tokens[0], "wrong [H, S, D]": wrong[0], "mine [H, S, D]": mine[0]})
-plt.show()
+plot.show(
+    "3 tokens of 4 values as 2 heads. The wrong view gives head 0 the first six places; mine gives "
+    "it the first two of each token."
+)
 
 # %% [markdown]
-# ## Exercise 4: shards
+# ## Exercise 3: shards
 #
 # Ranks number 0 to P-1. `shard` gives one of them its piece along a dimension, `unshard` puts all
 # pieces together. Sizes as `torch.chunk` gives them, with one difference: where chunk runs out of
-# rows, a rank gets an empty piece. A parallel program in which one rank raises stops all of them.
+# rows, a rank gets an empty piece: length 0 along `dim`, the other sizes kept. A parallel program
+# in which one rank raises stops all of them. `dim` may count from the end; `unshard` takes a list
+# or a tuple of pieces in rank order, empty ones included.
 
 # %% predict="predicted"
 predicted = [3, 3, 3, 1]  # rows of each of 4 ranks, when 10 rows are sharded
@@ -154,6 +121,11 @@ sb.predict("rows by rank", predicted, measured)
 # `narrow(dim, start, length)` takes any dimension, and a length of 0. The start may not lie beyond
 # the end.
 # </details>
+# <details><summary>Hint 3</summary>
+#
+# Start at `min(rank * size, length)` and take `min(size, length - start)`. On the way back `cat`
+# joins along a dimension that is there; `stack` would make a new one.
+# </details>
 
 # %% exercise="shardbook.basics.tensors.shard shardbook.basics.tensors.unshard"
 
@@ -166,21 +138,30 @@ check.unshard(unshard)
 # %% [markdown]
 # **Read it.** A shard along dimension 0 is one piece of memory, along dimension 1 it is scattered.
 # Which of the two can be sent as it is?
+#
+# <details><summary>Answer</summary>
+#
+# The shard along dimension 0: `contiguous: True` below. Send and receive take a pointer and a
+# count, so the other one is copied to a buffer first.
+# </details>
 
 # %%
 weight = torch.arange(24, device=device).view(4, 6)
 pieces = {f"rank {r}, dim {dim}": shard(weight, 3, r, dim) for dim in (0, 1) for r in (0, 2)}
 plot.storage({"weight": weight, **pieces})
-plt.show()
+plot.show(
+    "A weight of 4 x 6 over 3 ranks. Along dim 0 rank 0 has places 0 to 11 and rank 2 none; along "
+    "dim 1 each has two places of every six."
+)
 for name, piece in pieces.items():
     print(f"{name}: {piece.numel()} values, contiguous: {piece.is_contiguous()}")
 
 # %% [markdown]
-# ## Exercise 5: patches
+# ## Exercise 4: patches
 #
 # A vision transformer and a DiT read an image as squares of p x p pixels, each flattened to a
 # token: `[B, C, H, W]` to `[B, (H/p)*(W/p), p*p*C]`. The squares go in row order. Inside a square:
-# rows, columns, channels last. `unpatchify` goes back.
+# rows, columns, channels last. `unpatchify` goes back. Sizes that don't divide are a ValueError.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -224,14 +205,18 @@ for ax, title, shown in zip(
     ax.imshow(unpatchify(shown, 4, 1, 8)[0, 0].cpu(), cmap="gray_r")
     ax.set_title(title, fontsize=10)
     ax.axis("off")
-plt.show()
+plot.show(
+    "Three handwritten digits, 0 1 2, whole where the tokens are in row order; in column order "
+    "their upper and lower halves are mixed up."
+)
 print("tokens:", tuple(tokens.shape))
 
 # %% [markdown]
-# ## Exercise 6: windows on the same memory
+# ## Exercise 5: windows on the same memory
 #
-# `[S, D]` to `[W, size, D]`: window w is rows w*step to w*step+size. Local attention and
-# convolution see sequences this way. No value is copied, whatever the strides of x.
+# `[S, D]` to `[W, size, D]`: window w is rows w*step to w*step+size, and W is (S - size) // step
+# + 1: what is left at the end is in no window. Local attention and convolution see sequences this
+# way. No value is copied, whatever the strides of x. A window that is longer than x is a ValueError.
 #
 # Predict before you write: x has 1,000 rows of 16 floats. How many bytes of memory do windows of
 # 64 rows every 1 row hold? How many would a copy of them hold?
@@ -265,8 +250,122 @@ check.sliding_windows(sliding_windows)
 
 # %%
 x = torch.arange(16, device=device).view(8, 2)
-plot.storage({"x": x, "windows": sliding_windows(x, 3, 2), "x.T": sliding_windows(x.T, 2, 1)})
-plt.show()
+windows = {"windows of x": sliding_windows(x, 3, 2), "windows of x.T": sliding_windows(x.T, 2, 1)}
+plot.storage({"x": x, **windows})
+plot.show(
+    "x of 8 x 2 in 16 places; 3 windows of 3 rows every 2, which share a row with their "
+    "neighbours; one window of both rows of x.T, which covers all 16 places."
+)
+
+# %% [markdown]
+# ## Exercise 6: will `view` work?
+#
+# From sizes and strides alone, say whether `x.view(new_shape)` works. The lesson gave the rule for
+# two neighbours: they merge where `stride[i] == stride[i + 1] * size[i + 1]`. Splitting always
+# works. Another number of elements does not; no elements at all fit any shape of none. Return True
+# or False. `new_shape` has no -1; strides may be 0 (expanded) and sizes 1, whose stride is never
+# used.
+#
+# Predict first: which of the four views of this permuted tensor work?
+
+# %% predict="predicted"
+shape, strides = (4, 5, 6), (30, 1, 5)  # torch.empty(4, 6, 5).permute(0, 2, 1)
+predicted = [False, True, False, True]  # view as (120,), (4, 5, 2, 3), (20, 6), (2, 2, 5, 6)?
+x = torch.empty(4, 6, 5, device=device).permute(0, 2, 1)
+measured = []
+for new_shape in [(120,), (4, 5, 2, 3), (20, 6), (2, 2, 5, 6)]:
+    try:
+        x.view(new_shape)
+        measured.append(True)
+    except RuntimeError:
+        measured.append(False)
+sb.predict("view works", predicted, measured)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Settle the easy cases first: another number of elements (no), no elements at all (yes).
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Leave out dimensions of size 1, their stride is never used. Then merge what can be merged: what
+# remains is a short list of runs, each with one stride.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# A view can cut a run into pieces, but a new dimension may not reach over the border of two runs.
+# Go through the new sizes from the right and use up the runs.
+# </details>
+
+# %% exercise="shardbook.basics.tensors.can_view"
+
+# %%
+check.can_view(can_view)
+
+# %% [markdown]
+# ## A trace to read
+#
+# Your functions in one small model: an image is cut into patches, attention runs on them, and the
+# patches become an image again. Which of these four move memory? Predict by name before you run it.
+
+
+# %%
+class PatchAttention(nn.Module):
+    """Self-attention over the patches of images [B, C, H, W], with a mark around each function."""
+
+    def __init__(self, patch, channels, heads):
+        super().__init__()
+        width = patch * patch * channels
+        self.patch, self.heads, self.qkv = patch, heads, nn.Linear(width, 3 * width)
+
+    def forward(self, images):
+        _, channels, height, _ = images.shape
+        with sb.mark("patchify"):
+            tokens = patchify(images, self.patch)  # [B, S, H*D]
+        q, k, v = self.qkv(tokens).chunk(3, -1)
+        with sb.mark("split_heads"):
+            q, k, v = (split_heads(p, self.heads) for p in (q, k, v))  # [B, H, S, D]
+        with sb.mark("attention"):
+            y = torch.softmax(q @ k.mT, -1) @ v
+        with sb.mark("merge_heads"):
+            y = merge_heads(y)
+        with sb.mark("unpatchify"):
+            return unpatchify(y, self.patch, channels, height)
+
+
+# %% predict="predicted"
+predicted = ["merge_heads", "patchify", "unpatchify"]  # of the four, in the order of the alphabet
+images = torch.ones(1, 4, 8, 8, device=device)
+tokens = patchify(images, 4)
+heads = torch.ones(1, 4, 4, 16, device=device)  # as a product leaves it: contiguous
+pairs = {"patchify": (images, tokens), "split_heads": (tokens, split_heads(tokens, 4))}
+pairs["merge_heads"] = (heads, merge_heads(heads))
+pairs["unpatchify"] = (tokens, unpatchify(tokens, 4, 4, 8))
+moved = sorted(name for name, (a, b) in pairs.items() if not layouts.shares_memory(a, b))
+sb.predict("functions that move memory", predicted, moved)
+
+# %% [markdown]
+# Now the trace: your functions are marks. Which of the four is the longest, and which can
+# hardly be seen?
+#
+# <details><summary>Answer</summary>
+#
+# `split_heads` is a hairline: sizes and strides change, no value is read. The other three copy the
+# whole batch; `patchify` and `unpatchify` take the longest of them, since they pick up runs of
+# only a few values (a row of a square, a channel) where `merge_heads` moves the runs of a head.
+# The products of attention copy too: they need q, k and v in rows and find them scattered.
+# </details>
+
+# %% tags=["nbval-ignore-output"]
+model = PatchAttention(4, 8, 4).to(device)
+images = torch.ones(64, 8, 32, 32, device=device)  # 2 MiB
+with torch.no_grad():
+    model(images)  # the first run sets things up
+    with sb.trace(model) as t:
+        model(images)
+for name, ms in layouts.marked(t).items():
+    print(f"{name:12} {ms:7.3f} ms")
+t
 
 # %% [markdown]
 # ## On a real cluster

@@ -14,10 +14,11 @@ import shardbook as sb
 
 from itertools import pairwise
 
-import matplotlib.pyplot as plt
 import torch
+from torch import nn
 
 from shardbook import plot
+from shardbook.studies import layouts
 
 device = sb.device()
 
@@ -49,7 +50,10 @@ print(f"x[{i}, {j}] is {int(x[i, j])}, storage[{place}] is {int(storage[place])}
 
 # %%
 plot.storage({"x": x, "x.T": x.T, "x[:, 1:3]": x[:, 1:3], "x[1]": x[1]})
-plt.show()
+plot.show(
+    "Four tensors beside the same 12 places of memory. Rows of x lie side by side; rows of x.T "
+    "take every fourth place; x[:, 1:3] leaves gaps; x[1] is places 4 to 7."
+)
 
 # %% [markdown]
 # Nothing moved. The transpose swaps two strides, a slice changes the offset and a size. Read the
@@ -57,14 +61,22 @@ plt.show()
 # stride is 4.
 #
 # A stride may be 0: `expand` shows a row many times without copying it. And memory may be read
-# twice: windows that overlap.
+# twice: windows that overlap. Eight numbers, a window of 4 every 2: how many elements have the
+# windows, and for how many is there memory?
+
+# %% predict="predicted"
+predicted = [3 * 4, 8]  # three windows of 4; no new memory
 
 # %%
 row = torch.arange(8, device=device)
 windows = row.unfold(0, 4, 2)  # [3, 4]: a window of 4 every 2
 plot.storage({"row": row, "row[:4].expand(3, 4)": row[:4].expand(3, 4), "windows": windows})
-plt.show()
-print("elements in the windows:", windows.numel(), "· elements in memory:", row.numel())
+plot.show(
+    "A row of 8, its first four expanded to 3 x 4, and 3 windows of 4. Expanded, places 0 to 3 "
+    "have three colours each: every row reads them. Of the windows, places 2 to 5 have two."
+)
+held = windows.untyped_storage().nbytes() // windows.element_size()
+sb.predict("elements in the windows, in memory", predicted, [windows.numel(), held])
 
 # %% [markdown]
 # Writing to such a tensor is a trap: one write shows in several places. torch refuses some
@@ -82,72 +94,93 @@ print("column 0 is now", [int(v) for v in repeated[:, 0]])
 # %% [markdown]
 # ## Which operations move data?
 #
-# Guess before you read the table. An operation is free when its result can be said with other
-# sizes, strides and offset on the same memory. The table is measured: it compares the addresses of
-# the two storages.
+# An operation is free when its result can be said with other sizes, strides and offset on the
+# same memory. The tables below are measured: each line runs, the storages' addresses are compared,
+# and the inverse is run as well and must give back what was given. `y` is what the operation
+# returned; `t` is `x` permuted, so it is not contiguous; `row` is `x[:1]`.
+#
+# Guess before you read on: which of these seven copy?
+
+# %% predict="predicted"
+asked = ["x.view(6, 4)", "x.reshape(6, 4)", "t.reshape(8, 3)", "x.permute(2, 0, 1)"]
+asked += ["row.expand(5, 3, 4)", "row.repeat(5, 1, 1)", "x.chunk(2, 2)"]
+predicted = ["t.reshape(8, 3)", "row.repeat(5, 1, 1)"]
 
 # %%
 x = torch.arange(24, device=device).view(2, 3, 4)
+named = {"x": x, "t": x.permute(2, 0, 1), "row": x[:1]}
+inverses = {
+    "x.view(6, 4)": "y.view(2, 3, 4)",
+    "x.reshape(6, 4)": "y.view(2, 3, 4)",
+    "t.reshape(8, 3)": "y.view(4, 2, 3)",
+    "x.flatten(1)": "y.unflatten(1, (3, 4))",
+    "x.unflatten(2, (2, 2))": "y.flatten(2)",
+    "x.unsqueeze(1)": "y.squeeze(1)",
+    "x.transpose(0, 1)": "y.transpose(0, 1)",
+    "x.permute(2, 0, 1)": "y.permute(1, 2, 0)",
+    "t.contiguous()": "y",
+    "row.expand(5, 3, 4)": "y[:1]",
+    "row.repeat(5, 1, 1)": "y[:1]",
+    "row.repeat_interleave(5, 0)": "y[::5]",
+    "x.chunk(2, 2)": "torch.cat(y, 2)",
+}
+table = layouts.operations(named, inverses)
+copied = {row["operation"] for row in table if row["copies"]}
+sb.predict("operations that copy", predicted, [name for name in asked if name in copied])
+table
 
+# %% [markdown]
+# `reshape` appears on both sides: it is free where it can be and copies where it must, and **does
+# not say which**. `expand` and `repeat` return the same values; only one of them has memory for
+# them. Now taking apart, choosing, and putting together:
 
-def same_memory(a, b):
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def show(**results):
-    for name, result in results.items():
-        result = result[0] if isinstance(result, (tuple, list)) else result
-        verdict = "free " if same_memory(result, x) else "COPY "
-        print(f"{verdict} {name:22} {tuple(result.shape)!s:12} strides {result.stride()}")
-
-
-print(f"      x                      {tuple(x.shape)!s:12} strides {x.stride()}")
-show(
-    view=x.view(6, 4),
-    reshape=x.reshape(4, 6),
-    permute=x.permute(2, 0, 1),
-    transpose=x.transpose(0, 1),
-    unsqueeze=x.unsqueeze(1),
-    expand=x[:1].expand(5, 3, 4),
-    slice=x[:, ::2],
-    select=x[:, 1],
-    unbind=x.unbind(0),
-    chunk=x.chunk(2, dim=2),
-    split=x.split([1, 2], dim=1),
-    unfold=x.unfold(2, 2, 1),
-)
-print()
-show(
-    cat=torch.cat((x, x)),
-    stack=torch.stack((x, x)),
-    repeat=x.repeat(2, 1, 1),
-    flip=x.flip(0),
-    index_with_list=x[:, [0, 2]],
-    permute_contiguous=x.permute(2, 0, 1).contiguous(),
-    permute_reshape=x.permute(2, 0, 1).reshape(8, 3),
-)
+# %%
+named |= {"pieces": x.unbind(0), "index": torch.tensor([2, 0], device=device)}
+order = torch.tensor([2, 0, 3, 1], device=device)
+named["order"] = order.expand(2, 3, 4)  # for each element of the result: which one of its row
+named["back"] = order.argsort().expand(2, 3, 4)
+inverses = {
+    "x.split([1, 3], 2)": "torch.cat(y, 2)",
+    "x.tensor_split(3, 2)": "torch.cat(y, 2)",
+    "x.unbind(0)": "torch.stack(y)",
+    "x.narrow(1, 0, 2)": None,
+    "x.select(1, 2)": None,
+    "x[:, ::2]": None,
+    "x.unfold(2, 2, 2)": "y.flatten(2)",
+    "torch.cat(pieces)": "y.chunk(2)",
+    "torch.stack(pieces, 1)": "y.unbind(1)",
+    "x[:, [0, 2]]": None,
+    "x.index_select(1, index)": None,
+    "x.gather(2, order)": "y.gather(2, back)",
+    "x.flip(0)": "y.flip(0)",
+    "x.roll(1, 2)": "y.roll(-1, 2)",
+}
+layouts.operations({"pieces": named["pieces"], **named}, inverses)
 
 # %% [markdown]
 # Taking apart is free (`chunk`, `split`, `unbind`, slices): each piece is a window on the old
-# memory. Putting together (`cat`, `stack`) always copies, because the pieces lie apart. `flip`
-# copies, since torch has no negative strides. `reshape` appears on both sides: it is free where it
-# can be and copies where it must, and **does not say which**.
+# memory. `chunk` and `tensor_split` differ where the length does not divide: `tensor_split` gives
+# as many pieces as you ask for. Putting together (`cat`, `stack`) always copies, because the
+# pieces lie apart. A list of indices copies, since no stride walks any list. `flip` copies, since
+# torch has no negative strides.
 
 # %%
 a = torch.arange(6, device=device).view(2, 3)
 b = (torch.arange(6, device=device) + 6).view(2, 3)
 left, right = a.chunk(2, dim=1)
 plot.storage({"a": a, "left": left, "right": right, "a.unbind(1)[2]": a.unbind(1)[2]})
-plt.show()
-plot.storage(
-    {
-        "a": a,
-        "cat((a, b))": torch.cat((a, b)),
-        "cat((a, b), 1)": torch.cat((a, b), 1),
-        "stack((a, b), 1)": torch.stack((a, b), 1),
-    }
+plot.show(
+    "a of 2 x 3 in 6 places; left, the columns 0 and 1, is places 0, 1, 3 and 4; right, column 2, "
+    "is places 2 and 5, and so is a.unbind(1)[2]. All in the memory of a."
 )
-plt.show()
+joined = {"cat((a, b))": torch.cat((a, b)), "cat((a, b), 1)": torch.cat((a, b), 1)}
+joined["stack((a, b), 1)"] = torch.stack((a, b), 1)
+plot.storage({"a": a, **joined})
+plot.show(
+    "a, and three joins of a and b in new memory: cat((a, b)) holds 0 to 11 in order, "
+    "cat((a, b), 1) and stack((a, b), 1) both hold 0 1 2 6 7 8 3 4 5 9 10 11."
+)
+assert torch.equal(joined["cat((a, b), 1)"].flatten(), joined["stack((a, b), 1)"].flatten())
 
 # %% [markdown]
 # `cat` along dimension 0 puts the memories end to end. Along dimension 1 it interleaves rows.
@@ -224,7 +257,10 @@ for name, tensor in {"x": x.clone(), "x.T": x.clone().T}.items():
 tokens = torch.tensor([[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]], device=device)  # [S, H*D]
 straight = tokens.view(2, 3, 2)  # [H, S, D], says the code
 plot.storage({"tokens [S, H*D]": tokens, "view [H, S, D]": straight})
-plt.show()
+plot.show(
+    "3 tokens of 4 values, and the same memory viewed as 2 heads of 3 tokens: head 0 takes the "
+    "first six places, which are token 0 and half of token 1."
+)
 print("head 0, token 1 holds", [int(v) for v in straight[0, 1]], "expected", [10, 11])
 
 # %% [markdown]
@@ -239,7 +275,10 @@ print("head 0, token 1 holds", [int(v) for v in straight[0, 1]], "expected", [10
 weight = torch.arange(24, device=device).view(4, 6)
 rows, columns = weight.chunk(2, dim=0), weight.chunk(2, dim=1)
 plot.storage({"weight": weight, "row shard 1": rows[1], "column shard 1": columns[1]})
-plt.show()
+plot.show(
+    "A weight of 4 x 6 in 24 places. Row shard 1 is the second half of them in one piece; column "
+    "shard 1 is four pieces of three with gaps between."
+)
 print("row shard contiguous:   ", rows[1].is_contiguous())
 print("column shard contiguous:", columns[1].is_contiguous())
 
@@ -256,7 +295,11 @@ for name, t in {"hidden[:, -1]": last, "hidden[:, -1].clone()": kept}.items():
 
 # %% [markdown]
 # **5. Chunks are not even.** `torch.chunk` rounds the size up, so the last piece is smaller, and
-# there may be fewer pieces than you asked for.
+# there may be fewer pieces than you asked for. What do 5 rows over 4 ranks give?
+
+# %% predict="predicted"
+predicted = [2, 2, 1]  # rounded up: 2 rows each, while there are any
+sb.predict("rows", predicted, [len(p) for p in torch.arange(5, device=device).chunk(4)])
 
 # %%
 for length in (12, 10, 9, 5, 2):
@@ -271,33 +314,85 @@ for length in (12, 10, 9, 5, 2):
 # ## What does a copy cost?
 #
 # A view costs the same for one element and for a million. A copy reads and writes every byte, so
-# it can't be faster than twice the bytes over the memory bandwidth. The two copies below also get
-# fresh memory, whose pages the operating system fills in at the first touch; that is most of what
-# `clone` costs here, and far from the bandwidth of the memory. Timings differ from run to run.
+# its rate is twice the bytes over the time, and it can't be above the memory's bandwidth. Three
+# copies of 32 MiB: into memory that was touched before, row by row; into such memory, but turned;
+# and `clone`, which asks for fresh memory each time. Predict the order of the first two: is the
+# plain copy the faster one? Timings differ from run to run.
 
-# %% tags=["nbval-ignore-output"]
-import time
-
-
-def milliseconds(fn, repeats=5):
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = fn()
-        float(result.flatten()[0])  # a device is asynchronous: wait for the value
-        best = min(best, time.perf_counter() - start)
-    return best * 1e3
-
-
-big = torch.zeros(2048, 4096, device=device)  # 32 MiB
-print(f"transpose               {milliseconds(lambda: big[:1].T):8.3f} ms")
-print(f"clone                   {milliseconds(lambda: big.clone()):8.3f} ms")
-print(f"transpose().contiguous() {milliseconds(lambda: big.T.contiguous()):7.3f} ms")
+# %% predict="predicted" tags=["nbval-ignore-output"]
+predicted = True  # both move the same bytes, one of them along the rows
+big = torch.ones(2048, 4096, device=device)  # 32 MiB
+warm, turned = torch.zeros_like(big), torch.zeros(4096, 2048, device=device)
+copies = {
+    "warm.copy_(big)": lambda: warm.copy_(big),
+    "turned.copy_(big.T)": lambda: turned.copy_(big.T),
+    "big.clone()": lambda: big.clone(),
+}
+rates = {name: layouts.gigabytes_per_second(copy) for name, copy in copies.items()}
+for name, rate in rates.items():
+    print(f"{name:20} {rate:8.1f} GB/s")
+plain, transposing, fresh = rates.values()
+sb.predict("the plain copy is faster", predicted, plain > transposing)
+assert plain > transposing
+assert plain > fresh or device.type != "cpu"
 
 # %% [markdown]
 # The transposing copy is slower than the plain one though both move the same bytes: it reads along
-# rows and writes along columns, and memory is fetched in lines of neighbouring bytes. Into memory
-# that has been touched before (`out.copy_(…)`) both are faster and lie further apart: try it.
+# rows and writes along columns, and memory is fetched in lines of neighbouring bytes. On a CPU
+# `clone` is slower than a copy into warm memory for another reason: the operating system hands out
+# fresh pages and fills them at the first touch. (A device's allocator keeps its memory, so there
+# the third is like the first.) Measure a copy cold and you measure the operating system.
+#
+# ## Where are the copies in attention?
+#
+# An attention block with a mark around each move. What to see in the picture: **views are hairlines,
+# each `contiguous()` is a bar**. Three of them go into the products, one leads out; the
+# transposes and the flatten between them are a few microseconds each, whatever the size.
+
+
+# %%
+class Attention(nn.Module):
+    """Self-attention with its moves marked. x [B, S, H*D]."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads, self.scale = heads, (dim // heads) ** -0.5
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        qkv = self.qkv(x).chunk(3, -1)  # 3 of [B, S, H*D], views
+        with sb.mark("views: cut heads, swap"):
+            qkv = [p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in qkv]  # [B, H, S, D]
+        with sb.mark("contiguous: q, k, v"):
+            q, k, v = (p.contiguous() for p in qkv)
+        with sb.mark("compute: scores, softmax, sum"):
+            y = torch.softmax(q @ k.mT * self.scale, -1) @ v  # [B, H, S, D]
+        with sb.mark("views: swap back"):
+            y = y.transpose(1, 2)  # [B, S, H, D]
+        with sb.mark("contiguous: y"):
+            y = y.contiguous()
+        with sb.mark("views: flatten"):
+            y = y.flatten(2)  # [B, S, H*D]
+        return self.out(y)
+
+
+# %% tags=["nbval-ignore-output"]
+attention = Attention(128, 4).to(device)
+tokens = torch.ones(64, 64, 128, device=device)  # 2 MiB
+with torch.no_grad():
+    attention(tokens)  # once before: the first run sets things up
+    with sb.trace(attention) as t:
+        attention(tokens)
+ms = layouts.marked(t)
+views, copied = (sum(v for n, v in ms.items() if word in n) for word in ("views", "contiguous"))
+print(f"views {views:.3f} ms, contiguous {copied:.3f} ms")
+assert copied > views or device.type != "cpu"  # elsewhere a mark times the asking, not the work
+t
+
+# %% [markdown]
+# The block could do with fewer: a product that takes strides needs no contiguous input, and a fused
+# attention that takes `[B, S, H, D]` needs no swap either. Look for these bars in a profile before
+# you look for a faster kernel.
 #
 # ## On a real cluster
 #

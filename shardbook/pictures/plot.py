@@ -1,6 +1,8 @@
 """Pictures shared by the chapters: one palette, one style, legible on light and dark pages."""
 
+import base64
 import itertools
+import sys
 from collections.abc import Sequence
 
 import matplotlib as mpl
@@ -32,6 +34,25 @@ def figure(width: float = 7.0, height: float = 3.0, columns: int = 1) -> tuple[F
     mpl.rcParams.update(STYLE)
     fig, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
     return fig, [axes] if columns == 1 else list(axes)
+
+
+def show(words: str) -> None:
+    """Show the current figure; `words` say what it shows, for those who cannot see it.
+
+    They are the picture's alternative text in what nbconvert writes, and stand for the picture
+    where only text is shown.
+    """
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None:
+        plt.show()
+        return
+    from IPython.core.pylabtools import print_figure
+    from IPython.display import display
+
+    png = base64.b64encode(print_figure(plt.gcf(), "png")).decode()
+    plt.close()
+    data = {"image/png": png, "text/plain": words}
+    display(data, metadata={"image/png": {"alt": words}}, raw=True)
 
 
 def curves(series: dict[str, Sequence[float]], xlabel: str, ylabel: str, title: str = "") -> Figure:
@@ -111,7 +132,7 @@ def _memory(ax: Axes, x: Tensor) -> None:
         readers[at].add(index[0])
     for at, value in enumerate(x.as_strided((length,), (1,), 0).tolist()):
         _cell(ax, at, 0, sorted(readers[at]), value)
-        ax.text(at + 0.5, 1.08, str(at), ha="center", va="bottom", fontsize=6, color=NOTE)
+        ax.text(at + 0.5, 1.08, str(at), ha="center", va="bottom", fontsize=7, color=NOTE)
     _bare(ax, length, 1)
 
 
@@ -121,7 +142,7 @@ def _cell(ax: Axes, x: float, y: float, colours: list[int], value: float) -> Non
         face = COLOURS[colour % len(COLOURS)]
         ax.add_patch(plt.Rectangle((at, y), wide, 1, facecolor=face, alpha=0.5, linewidth=0))
     ax.add_patch(plt.Rectangle((x, y), 1, 1, fill=False, edgecolor=LINE, linewidth=0.8))
-    ax.text(x + 0.5, y + 0.5, f"{value:g}", ha="center", va="center", fontsize=8)
+    ax.text(x + 0.5, y + 0.5, f"{value:g}", ha="center", va="center", fontsize=9)
 
 
 def _bare(ax: Axes, across: float, down: int) -> None:
