@@ -1,10 +1,16 @@
 """sb.match: twenty-five hand-labelled figures, a library, and what it says where nothing fits."""
 
+import base64
+import itertools
+import re
+from xml.etree import ElementTree
+
 import pytest
 import torch
 from torch import nn
 
 import shardbook as sb
+from shardbook.studies.translator import FIGURE, Translator
 from shardbook.tracing.figures import fit, library, read
 from shardbook.tracing.figures.parts import Part
 from shardbook.tracing.match import names
@@ -12,6 +18,8 @@ from tests.figures import make, parts, step_video
 from tests.figures.development import FIGURES as DEVELOPMENT
 from tests.figures.held_out import FIGURES as HELD_OUT
 from tests.figures.terse import FIGURES as TERSE
+
+from .test_view import payload
 
 EVERY = DEVELOPMENT | HELD_OUT | TERSE
 
@@ -249,3 +257,84 @@ def test_the_format():
     assert len(boxes[1].inside) == 3
     (box,) = read.read("decoder layer x 12")[1]
     assert (box.label, box.kind, box.repeats) == ("decoder layer", "block", 12)
+
+
+# ---- the figure with its boxes filled in
+
+
+@pytest.fixture(scope="module")
+def translator():
+    torch.manual_seed(0)
+    model = Translator(97, dim=64, heads=4, hidden=128, layers=2)
+    source, target = torch.randint(97, (2, 7)), torch.randint(97, (2, 5))
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield sb.match(model, FIGURE, source, target)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def drawn(found):
+    """(svg of a match, label -> what stands in its box)."""
+    shown = found.draw()._repr_html_()
+    words, data = re.search(
+        r'<img alt="([^"]*)" src="data:image/svg\+xml;base64,([^"]*)"', shown
+    ).groups()
+    root = ElementTree.fromstring(base64.b64decode(data))
+    groups = [g for g in root.iter(f"{SVG}g") if "data-box" in g.attrib]
+    groups.sort(key=lambda g: int(g.get("data-box")))
+    return words, root, [[t.text for t in g.iter(f"{SVG}text")] for g in groups]
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_every_box_of_the_paper_is_drawn_with_what_it_is(translator):
+    assert translator.unplaced == ["softmax"]
+    words, _, boxes = drawn(translator)
+    assert len(boxes) == len(translator.table()) == 20
+    label, facts, module, shapes = boxes[4]
+    assert label == "multi-head attention" and shapes == "[2, 7, 64] → [2, 7, 64]"
+    assert module == "transformer.encoder.layers.0.self_attn: MultiheadAttention"
+    assert re.fullmatch(r"16,640 parameters · call \d+ · \d+\.\d\d ms", facts)
+    assert boxes[3][0] == "encoder layer  × N = 2"
+    assert boxes[6][2] == "transformer.encoder.layers.0.linear1 + linear2: Linear"
+    assert boxes[19] == ["softmax", "no module of this model"]
+    assert "linear: linear" in words and "softmax: no module" in words
+
+
+def test_boxes_of_a_figure_do_not_overlap_and_hold_what_is_inside(translator):
+    _, root, _ = drawn(translator)
+    spots = []
+    for g in root.iter(f"{SVG}g"):
+        rect = next(g.iter(f"{SVG}rect"))
+        x, y, w, h = (float(rect.get(k)) for k in ("x", "y", "width", "height"))
+        spots.append((x, y, x + w, y + h))
+    for a, b in itertools.combinations(spots, 2):
+        apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+        inside = any(
+            p[0] <= q[0] and p[1] <= q[1] and q[2] <= p[2] and q[3] <= p[3]
+            for p, q in ((a, b), (b, a))
+        )
+        assert apart or inside, (a, b)
+    width, height = float(root.get("width")), float(root.get("height"))
+    assert all(s[0] > 0 and s[1] > 0 and s[2] < width and s[3] < height for s in spots)
+
+
+def test_a_box_knows_the_slices_of_its_modules(translator):
+    data = payload(translator.draw()._repr_html_())
+    names = {data["texts"][n] for track in data["tracks"] for n in track["text"]}
+    modules = data["figure"]["modules"]
+    assert modules[19] == [] and all(set(m) <= names for m in modules)
+    first = "transformer.encoder.layers.0"
+    assert modules[6] == [f"{first}.linear1", f"{first}.linear2"]
+
+
+def test_without_a_run_the_figure_stands_alone_and_names_are_text():
+    evil = nn.Sequential(nn.Linear(3, 5))
+    found = sb.match(evil, "<script>alert(1)</script> & co: linear, 3 -> 5\nnothing: attention")
+    shown = found.draw()._repr_html_()
+    assert "<script" not in shown and "iframe" not in shown
+    _, _, boxes = drawn(found)
+    assert boxes[0][0] == "<script>alert(1)</script> & co" and boxes[0][3] == "not called"
+    assert boxes[1] == ["nothing", "no module of this model"]

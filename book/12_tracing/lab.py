@@ -40,6 +40,30 @@ sb.predict("module calls", predicted, sum(row["calls"] for row in t.table()))
 # `remove()`. `shapes_of(value)` is given: (shape, dtype) of a tensor, lists of those for a list,
 # tuple or dict, `None` for anything else.
 #
+# A worked example: two modules in a `Sequential`, called on a tensor of 4 x 2, are three calls. This
+# is what your function gives for them, but for `start_ns` and `end_ns`, which are readings of
+# `time.monotonic_ns()` just before and just after the module's forward:
+
+# %%
+example = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).to(device)
+given, made = [((4, 2), torch.float32)], [((4, 3), torch.float32)]
+wanted = [
+    {"name": "", "type": "Sequential", "depth": 0, "parameters": {}, "inputs": given},
+    {"name": "0", "type": "Linear", "depth": 1, "inputs": given},
+    {"name": "1", "type": "ReLU", "depth": 1, "parameters": {}, "inputs": made},
+]
+wanted[1]["parameters"] = {"weight": (3, 2), "bias": (3,)}
+wanted = [event | {"outputs": made} for event in wanted]
+
+# %% [markdown]
+# The rest of the contract, with two tensors `a` of [4, 2] and `b` of [3] as arguments:
+#
+# - `module(a, 7, mask=b)`: `inputs` is `[((4, 2), float32), ((3,), float32)]`. Keyword arguments come
+#   after the others, the 7 is no tensor and is left out.
+# - `module([a, b])`: `inputs` is `[[((4, 2), float32), ((3,), float32)]]`. Nesting is kept. A module
+#   that returns a tuple or a dict has `outputs` like it, as a list.
+# - A module that is called twice gives two events. `parameters` are its own, not its children's.
+#
 # <details><summary>Hint 1</summary>
 #
 # Two hooks on every module. The first makes the event and puts it into the list of events *and* on
@@ -61,6 +85,10 @@ sb.predict("module calls", predicted, sum(row["calls"] for row in t.table()))
 # %%
 check.record_modules(record_modules)
 
+# %%
+events = record_modules(example, torch.ones(4, 2, device=device))
+print("as in the example:", [{k: e[k] for k in wanted[0]} for e in events] == wanted)
+
 # %% [markdown]
 # Your events of the small model, indented by depth:
 
@@ -72,9 +100,11 @@ for event in record_modules(model, tokens)[:9]:
 # %% [markdown]
 # ## Exercise 2: a file that every viewer reads
 #
-# The Chrome trace format is a list of dicts. A complete event has `ph` "X", a name, `pid` and `tid`
-# (which process and thread: here rank and 1), `ts` and `dur` in **microseconds**, and `args` for
-# whatever you like to see when you click it.
+# A Chrome trace is a dict, `{"traceEvents": […]}`, and each event is a dict. A complete event has
+# `ph` "X", a `name` (here the module's; of the root, whose name is empty, its type), `pid` and `tid`
+# (which process and thread: here the rank and 1), `ts` and `dur` in **microseconds** from the start
+# of the first event, and `args` for whatever you like to see when you click it. Times must come back
+# within a nanosecond, and json must be able to write it all.
 #
 # Predict: a clock counts from 1970 and shows 1,790,000,000,123,456,789 ns. Written in microseconds
 # as a float, is the next nanosecond another number?
@@ -115,7 +145,12 @@ check.to_chrome(to_chrome)
 
 # %% tags=["nbval-ignore-output"]
 record_modules(model, tokens)  # the first run sets things up
-sb.show(to_chrome(record_modules(model, tokens)), title="my own tracer")
+chrome = to_chrome(record_modules(model, tokens))
+lanes = [("process_name", "tiny_lm"), ("thread_name", "modules, by my hooks")]
+chrome["traceEvents"] += [
+    {"ph": "M", "name": what, "pid": 0, "tid": 1, "args": {"name": name}} for what, name in lanes
+]  # events "M" name a process and its threads
+sb.show(chrome, title="my own tracer")
 
 # %% [markdown]
 # <details><summary>What to look for</summary>
@@ -147,6 +182,11 @@ print("added up module by module it would be", one_by_one)
 #
 # `p.element_size()` is the bytes of one element: 2 for bfloat16.
 # </details>
+# <details><summary>Hint 3</summary>
+#
+# If you add up the children instead, remember the parameters you have seen by `id(p)`: a tied one
+# comes twice. Buffers are no parameters; frozen parameters are.
+# </details>
 
 # %% exercise="shardbook.basics.by_hand.parameter_table"
 
@@ -161,9 +201,11 @@ for name, (count, nbytes) in parameter_table(model).items():
 # %% [markdown]
 # ## Exercise 4: from the figure to the model
 #
-# You know a figure, and a model whose names you don't. The figure's boxes say what they are (the
-# end of a class name) and which parameters they own (shapes); some lie inside another box. Find the
-# module of each label. Boxes that look alike are taken in order, each module once.
+# You know a figure, and a model whose names you don't. `figure` maps a label to a dict: `kind`, the
+# end of a class name; `shapes`, all parameters that the module itself owns, by name; and sometimes
+# `inside`, an earlier label whose module holds this one, at any depth. Find the module of each
+# label. Boxes that look alike are taken in order of `named_modules()`, each module once. Where
+# nothing fits, raise a ValueError that names the label.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -210,9 +252,30 @@ for label, name in label_figure(decoder, figure).items():
     print(f"{label:28} {name}")
 
 # %% [markdown]
+# You gave exact shapes and class names. `sb.match`, the lesson's, has kinds and letters only, and
+# nothing of torch's names; do the two agree on the attention boxes and on the feed forward?
+
+# %% predict="predicted"
+predicted = True  # the same modules: True or False?
+text = """
+masked multi-head attention: attention, d -> d
+add & norm: norm
+multi-head attention: cross-attention, d -> d
+add & norm: norm
+feed forward: mlp, d -> f -> d
+add & norm: norm
+"""
+theirs = [row["module"] for row in sb.match(decoder, text).table() if row["kind"] != "norm"]
+labels = label_figure(decoder, figure)
+yours = [labels["Masked Multi-Head Attention"], labels["Multi-Head Attention"]]
+yours.append(f"{labels['Feed Forward, in']} + {labels['Feed Forward, out']}")
+sb.predict("the two agree", predicted, theirs == yours)
+
+# %% [markdown]
 # ## Provoke it: hooks that stay
 #
-# A recorder without `finally`, and a model that fails once. Read the output before the text below.
+# A recorder without `finally`, and a model of two modules that fails three times. How many events does
+# a run log afterwards that nobody traces?
 
 
 # %%
@@ -234,14 +297,16 @@ def careless(model, x, log):
         handle.remove()
 
 
+# %% predict="predicted"
 fragile, log = Fragile().to(device), []
+predicted = 3 * 2  # three failed runs, two modules each
 for rows in (4, 5, 6):
     try:
         careless(fragile, torch.ones(rows, 4, device=device), log)
     except ValueError as error:
         print(error)
 fragile(torch.ones(1, 4, device=device))
-print("events of an untraced run:", len(log))
+sb.predict("events of an untraced run", predicted, len(log))
 
 # %% [markdown]
 # Three failed runs left three hooks on each of the two modules, so a run that nobody traces logs six

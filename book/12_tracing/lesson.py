@@ -11,91 +11,132 @@
 # %%
 import shardbook as sb
 
+import contextlib
 import statistics
 import tempfile
 import time
+import warnings
 
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.patches import FancyBboxPatch
 from torch import nn
 
 from shardbook import plot
+from shardbook.studies.translator import FIGURE, Translator
 from shardbook.tracing.extras import quiet
 
 device = sb.device()
-D, H, F, B, S = 512, 8, 2048, 2, 32  # the base model of arXiv 1706.03762, table 3; a small batch
 
 # %% [markdown]
 # ## The figure
 #
-# Figure 1 of *Attention Is All You Need* draws an encoder layer as four boxes. torch has the same
-# layer as `nn.TransformerEncoderLayer`. Which of its modules is which box?
-
+# Figure 1 of *Attention Is All You Need* draws the whole model: an encoder, a decoder, what goes in
+# and what comes out. You have a model in front of you. Which of its modules is which box?
+#
+# Write the figure down, a line a box: its label, what kind of thing it is, its sizes if the paper
+# says them. What lies inside a box is indented under it, and the lines follow the arrows. These
+# are the twenty boxes of the paper's figure; ten lines are enough for most figures.
 
 # %%
-def arrow(ax, points):
-    ax.plot(*zip(*points[:-1], strict=True), color="black", linewidth=1.2)
-    ax.annotate("", points[-1], points[-2], arrowprops={"arrowstyle": "-|>", "color": "black"})
+print(FIGURE)
 
+# %% [markdown]
+# The model is torch's own `nn.Transformer`, with an embedding and a linear layer around it
+# (`shardbook/studies/translator.py`). `sb.match` runs it once, and places each box: by what modules
+# hold, by shapes, by the order of calls, and a little by their names.
+#
+# One box is no module of this model: which?
 
-def draw_layer(notes=None):
-    """The paper's encoder layer, bottom to top, with a note beside each box."""
-    fig, (ax,) = plot.figure(8, 4.6)
-    boxes = ["Multi-Head\nAttention", "Add & Norm", "Feed\nForward", "Add & Norm"]
-    heights = [1.0, 2.4, 3.8, 5.2]
-    for i, (text, y) in enumerate(zip(boxes, heights, strict=True)):
-        colour = plot.COLOURS[[1, 6, 4, 6][i]]
-        size = {"boxstyle": "round,pad=0.04", "facecolor": colour, "edgecolor": "black"}
-        ax.add_patch(FancyBboxPatch((1, y), 2.2, 0.8, alpha=0.55, **size))
-        ax.text(2.1, y + 0.4, text, ha="center", va="center")
-        ax.text(4.1, y + 0.4, (notes or [""] * 4)[i], va="center", family="monospace", fontsize=10)
-    arrow(ax, [(2.1, 0.1), (2.1, 0.95)])
-    for y in heights[:3]:
-        arrow(ax, [(2.1, y + 0.85), (2.1, y + 1.35)])
-    arrow(ax, [(2.1, 6.05), (2.1, 6.6)])
-    for low, high in ((0.5, 2.8), (3.5, 5.6)):  # what goes past the box is added back
-        arrow(ax, [(2.1, low), (0.5, low), (0.5, high), (0.95, high)])
-    ax.set(xlim=(0, 10.5), ylim=(0, 6.8))
-    ax.axis("off")
-    return fig
-
-
-draw_layer(["?", "?", "?", "?"])
-plt.show()
+# %% predict="predicted"
+predicted = ["softmax"]  # a function: it holds nothing, and nothing is called
 
 # %%
 torch.manual_seed(0)
-layer = nn.TransformerEncoderLayer(D, H, F, dropout=0.0, batch_first=True).to(device)
-x = torch.randn(B, S, D).to(device)
+model = Translator(97, dim=64, heads=4, hidden=256, layers=6).to(device)
+source, target = (torch.randint(97, (2, n)).to(device) for n in (7, 5))
+torch.backends.mha.set_fastpath_enabled(False)  # else whole encoder layers run as one operator
+found = sb.match(model, FIGURE, source, target)
+torch.backends.mha.set_fastpath_enabled(True)
 
-with sb.trace(layer, flops=True) as counted:
-    layer(x)
-
-for row in counted.table():
-    print(f"{row['name'] or '(the layer)':20} {row['type']:32} -> {row['outputs']}")
+sb.predict("boxes without a module", predicted, found.unplaced)
+for row in found.table():
+    name, made = row["module"] or "-", row.get("outputs", "").removeprefix("float32")
+    name = name.replace("transformer.", "").replace("decoder.layers.0.", "…")
+    call = row.get("call", "")
+    print(f"{row['label']:28} {name.replace('encoder.layers.0.', '…'):23} {made:11} call {call}")
 
 # %% [markdown]
-# `sb.trace(layer)` wrapped the call of every module for one run, and nothing of the layer has
-# changed. Now the boxes have names. "Add" is nowhere: a `+` is no module. "Feed Forward" is two
-# modules and a ReLU between that is none either. Three dropouts are not in the figure at all.
+# `found` is a mapping from label to dotted name. As a picture it is the paper's figure with the
+# boxes filled in: name and type of the module, shapes in and out, parameters of all that is inside
+# it, its place among the calls, milliseconds of its first call. **Click a box**: the trace below
+# goes to its slice, and a slice you click frames its box. ("Add" is no module: the arrows past the
+# boxes are a `+`. "Feed Forward" is two modules and a ReLU that is none.)
+
+# %% tags=["nbval-ignore-output"]
+found.draw()
+
+# %% [markdown]
+# ## A model that nobody here wrote
+#
+# The same text on two translation models of the `transformers` library, made small: Marian and T5.
+# `confidence` says how sure each box is, from 0 to 1. `unplaced` are labels that no module fits,
+# `uncovered` large modules that no label covers. And a match needs no run: without inputs it goes by
+# the parameters alone. Which of the two papers' models do you expect to fit worse?
 
 # %%
-draw_layer(
-    [
-        f"self_attn            [{B}, {S}, {D}]",
-        f"x + …, then norm1    [{B}, {S}, {D}]",
-        f"linear1, linear2     [{B}, {S}, {F}] between",
-        f"x + …, then norm2    [{B}, {S}, {D}]",
-    ]
-)
-plt.show()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of a progress bar that it does not find
+    import transformers
+
+sizes = {"vocab_size": 97, "d_model": 64, "decoder_start_token_id": 0, "pad_token_id": 0}
+marian = {f"{side}_{what}": n for side in ("encoder", "decoder")
+          for what, n in {"layers": 2, "attention_heads": 4, "ffn_dim": 256}.items()}  # fmt: skip
+configs = {
+    "Marian": transformers.MarianConfig(**sizes, **marian, eos_token_id=1),
+    "T5": transformers.T5Config(**sizes, num_layers=2, num_heads=4, d_kv=16, d_ff=256),
+}
+inputs = {"input_ids": source.cpu(), "decoder_input_ids": target.cpu()}
+for name, config in configs.items():
+    theirs = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    with_run, alone = sb.match(theirs, FIGURE, **inputs), sb.match(theirs, FIGURE)
+    same = sum(alone.get(label) == module for label, module in with_run.items())
+    print(f"{name}: {len(with_run)} boxes placed, {same} of them alike without a run.")
+    print("  ", with_run.note())
+    for label in sorted(with_run, key=with_run.confidence.get)[:4]:
+        print(f"   {with_run.confidence[label]:.1f}  {label:20} {with_run[label]}")
+
+# %% [markdown]
+# Nearly everything is found in both. Now read the doubts, the lowest confidences, which say where the
+# code is cut otherwise than the figure:
+#
+# - Marian's decoder holds its own embedding, which the figure draws outside. So the figure's
+#   "decoder" went to the list of layers inside it, and not for sure.
+# - T5 normalises *before* attention and feed forward, where the figure adds and normalises after
+#   them: the layer as a whole is doubtful, and "add & norm" behind attention is the norm that
+#   belongs to feed forward. And T5 needs the run: with parameters alone most labels went elsewhere.
+#
+# A label that fits nothing (`softmax`) is said, not forced. Check what has a low confidence by
+# hand; `found.draw()` on such a model shows it quickly.
+#
+# `sb.match` knows a few figures by name, so `sb.match(model, "gpt-2")` needs no text at all.
+
+# %%
+from shardbook.tracing.match import names
+
+for name, paper in names().items():
+    print(f"{name:12} {paper}")
 
 # %% [markdown]
 # ## The trace
 #
-# The same layer, forward and backward. Click a slice to read its shapes and parameters; after that
-# the wheel zooms in the picture, until Esc.
+# One encoder layer, of the size of the paper's base model, forward and backward. `sb.trace(layer)`
+# wraps the call of every module for one run, and nothing of the layer changes. Click a slice to
+# read its shapes and parameters; after that the wheel zooms in the picture, until Esc.
+
+# %%
+D, H, F, B, S = 512, 8, 2048, 2, 32  # the base model of arXiv 1706.03762, table 3; a small batch
+torch.manual_seed(0)
+layer = nn.TransformerEncoderLayer(D, H, F, dropout=0.0, batch_first=True).to(device)
+x = torch.randn(B, S, D).to(device)
 
 # %% tags=["nbval-ignore-output"]
 layer(x).sum().backward()  # once before: the first run sets things up
@@ -115,12 +156,20 @@ t
 #   weight's.
 # - The curve is the memory of this process.
 #
-# The table has the same numbers module by module. `t.table().rows` is a list of dicts. Its column
-# of FLOPs lacks what attention itself computes: scores and projections are no modules that are
-# called here. `sb.trace(layer, flops=True)`, as in `counted` above, counts every operator.
+# The table has the same numbers module by module; `t.table().rows` is a list of dicts. FLOPs are
+# counted operator by operator with `flops=True`. Without it the table multiplies the sizes of
+# linear and convolution layers, and what attention computes without such a layer is missing.
 
 # %% tags=["nbval-ignore-output"]
-t.table()
+with sb.trace(layer, flops=True) as counted:
+    layer(x)
+counted.table()
+
+# %%
+with sb.trace(layer) as t:
+    layer(x)
+for name, trace in {"linear layers only": t, "every product": counted}.items():
+    print(f"{name:18} {trace.table()[0]['flops']:>11,} FLOPs")
 
 # %% [markdown]
 # ## Where are the parameters, where is the work?
@@ -157,32 +206,52 @@ for length in (32, 512, 4096, 32768):
 # At 32 tokens the scores are 3 % of attention, at 32,768 they are nearly everything: the same figure,
 # another computation. That is why chapters 24 and 31 exist.
 #
-# Does time follow FLOPs? Of each module: its share of the parameters, of the FLOPs, and of the time
-# of the fastest of five runs.
+# Does time follow FLOPs? Of each module: its share of the FLOPs, and of the time of the fastest of
+# five runs. First for the layer above, then for a thin one of 32 channels that works on as many
+# numbers in 64 sequences. Guess the second picture before you look.
+
+
+# %%
+def shares_of(layer, x):
+    """Percent of the layer's FLOPs and of its time, module by module."""
+    with sb.trace(layer, flops=True) as counted:
+        layer(x)
+    names = ["self_attn", "norm1", "linear1", "linear2", "norm2"]
+    rows = {row["name"]: row for row in counted.table()}
+    runs = []
+    for _ in range(5):
+        with sb.trace(layer) as t, torch.no_grad():
+            layer(x)
+        runs.append({row["name"]: row["ms"] for row in t.table()})
+    flops = {n: rows[n]["flops"] or 0 for n in names}
+    best = {n: min(run[n] for run in runs) for n in names}
+    parts = {"FLOPs": flops, "time": best}
+    return {k: {n: 100 * v[n] / sum(v.values()) for n in names} for k, v in parts.items()}
+
 
 # %% tags=["nbval-ignore-output"]
-runs = []
-for _ in range(5):
-    with sb.trace(layer) as t, torch.no_grad():
-        layer(x)
-    runs.append({row["name"]: row["ms"] for row in t.table()})
-names = ["self_attn", "norm1", "linear1", "linear2", "norm2"]
-best = {name: min(run[name] for run in runs) for name in names}
-shares = {
-    "parameters": {n: rows[n]["parameters"] for n in names},
-    "FLOPs": {n: rows[n]["flops"] or 0 for n in names},
-    "time": best,
-}
-shares = {k: {n: 100 * v[n] / sum(v.values()) for n in names} for k, v in shares.items()}
-plot.bars(shares, "% of the layer", "Where parameters, FLOPs and time are")
-plt.show()
+wide = shares_of(layer, x)
+plot.bars(wide, "% of the layer", "512 channels, 64 tokens")
+said = {n: f"{n} {wide['FLOPs'][n]:.0f} and {wide['time'][n]:.0f}" for n in wide["time"]}
+plot.show(f"Bars, percent of FLOPs and of time: {', '.join(said.values())}.")
+
+thin_layer = nn.TransformerEncoderLayer(32, 4, 128, dropout=0.0, batch_first=True).to(device)
+thin = shares_of(thin_layer, torch.randn(64, 64, 32).to(device))
+plot.bars(thin, "% of the layer", "32 channels, 4096 tokens")
+said = {n: f"{n} {thin['FLOPs'][n]:.0f} and {thin['time'][n]:.0f}" for n in thin["time"]}
+plot.show(f"Bars, percent of FLOPs and of time: {', '.join(said.values())}.")
+products = [name for name in thin["FLOPs"] if name.startswith("linear")]
+assert sum(thin["FLOPs"][n] for n in products) > 49
+assert sum(thin["time"][n] for n in products) < 35 or device.type != "cpu"
+assert thin["time"]["norm1"] > thin["FLOPs"]["norm1"] == 0
 
 # %% [markdown]
-# Here time follows FLOPs, roughly: `self_attn` takes more than its share (small products, and the
-# copies between them), the two linear layers less, and the matrix products nearly all of it. Norms
-# have almost no parameters and no matrix product, yet they cost time: they read and write the whole
-# activation and compute next to nothing on it. On an accelerator, where memory is slower relative
-# to arithmetic, their share grows. FLOPs are a promise, time is a measurement.
+# In the wide layer time follows FLOPs, roughly. In the thin one the two linear layers have half of
+# the FLOPs and far less of the time. Attention has the other half and takes nearly all of the time:
+# its products are small, and between them a softmax of every score, and copies, compute next to
+# nothing and read and write everything. Norms have almost no parameters and no matrix product, yet
+# they cost time. On an accelerator, where memory is slower relative to arithmetic, the share of
+# such work grows. FLOPs are a promise, time is a measurement.
 #
 # ## The whole model of the paper
 #
@@ -285,41 +354,47 @@ print("under sb.trace the same model runs:", t.table()[0]["calls"], "call")
 # `sb.trace` puts its backward marks on autograd's nodes when backward begins, where no tensor
 # passes through them.
 #
-# **The first run lies.** It allocates, picks kernels, fills caches. And **tracing costs**: here are
-# untraced, traced and profiled steps of the layer above (D = 512), in turns. Where steps scatter by
-# more than a tracer costs, a median can come out below the untraced one: that is noise, no tracer is
-# free. Measure with and without, several times, as with any instrument.
+# **The first run lies.** It allocates, picks kernels, fills caches. And **tracing costs**: a few
+# tens of microseconds for each call of a module. Steps of two layers in turns, untraced, traced and
+# profiled. Of the small one (16 channels, 6 tokens) both tracers make a large part of the step; in
+# the layer above (512 channels, 64 tokens) their cost is smaller than what steps scatter by, so
+# there a median can come out below the untraced one. That is noise: no tracer is free. Measure with
+# and without, several times, as with any instrument.
+
+
+# %%
+def in_turns(tracers, layer, x, rounds):
+    """Milliseconds of forward and backward: tracer -> a list, the tracers taking turns."""
+    times = {name: [] for name in tracers}
+    for _ in range(rounds):
+        for name, tracer in tracers.items():
+            with quiet(), tracer(layer):
+                start = time.perf_counter()
+                loss = layer(x).sum()
+                loss.backward()
+                float(loss.detach())  # wait for the value
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return times
 
 
 # %% tags=["nbval-ignore-output"]
-def seconds(tracer):
-    with quiet(), tracer():
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-
-
-def untraced():
-    return torch.enable_grad()
-
-
-def traced():
-    return sb.trace(layer)
-
-
-def profiled():
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-
-
-tracers = [untraced, traced, profiled]
-times = {tracer.__name__: [] for tracer in tracers}
-for _ in range(10):
-    for tracer in tracers:
-        times[tracer.__name__].append(seconds(tracer))
-for name, values in times.items():
-    print(
-        f"{name:9} first {values[0] * 1e3:6.2f} ms, median {statistics.median(values) * 1e3:6.2f}"
-    )
+cpu = [torch.profiler.ProfilerActivity.CPU]
+tracers = {
+    "untraced": lambda layer: contextlib.nullcontext(),
+    "traced": sb.trace,
+    "profiled": lambda layer: torch.profiler.profile(activities=cpu),
+}
+small_layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True).to(device)
+small_times = in_turns(tracers, small_layer, torch.randn(2, 3, 16).to(device), rounds=25)
+for size, times in {
+    "16 channels": small_times,
+    "512 channels": in_turns(tracers, layer, x, rounds=10),
+}.items():
+    for name, values in times.items():
+        median = statistics.median(values)
+        print(f"{size:12} {name:9} first {values[0]:6.2f} ms, median {median:6.2f} ms")
+plain, traced, profiled = (statistics.median(v) for v in small_times.values())
+assert plain < traced and plain < profiled
 
 # %% [markdown]
 # **On an accelerator the host's time is not the work's time.** A call puts kernels into a queue and

@@ -1,18 +1,20 @@
 """Which module each box of a paper's figure is: ``sb.match(model, figure, *inputs)``."""
 
 import html
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import trace
+from . import trace, view
 from .describe import module_info
-from .figures import library
+from .figures import draw, library
 from .figures.fit import Fit, Placed
 from .figures.parts import Part, parts
 from .figures.read import Box, read
+from .merge import Trace
 from .tables import Table, module_table
 from .timeline import RankTrace
 
@@ -57,7 +59,7 @@ def match(model: nn.Module, figure: str, *inputs: Any, **kwargs: Any) -> "Match"
     placed = Fit(boxes, every).run()
     if run is None:
         run = RankTrace(modules=[module_info(n, m) for n, m in model.named_modules()])
-    return Match(title, boxes, placed, every, module_table([run]))
+    return Match(title, boxes, placed, every, module_table([run]), run)
 
 
 def names() -> dict[str, str]:
@@ -79,8 +81,10 @@ class Match(Mapping):
         placed: dict[Box, Placed],
         parts: list[Part],
         rows: Table,
+        run: RankTrace,
     ):
         self.title = title
+        self._tops, self._run = boxes, run
         self._boxes = [(depth, box) for top in boxes for depth, box in _deep(top, 0)]
         self._placed = placed
         self._rows = {row["name"]: row for row in rows}
@@ -101,8 +105,18 @@ class Match(Mapping):
         return len(self._names)
 
     def table(self) -> Table:
-        """A row a box: module, type, inputs, outputs, parameters, first call, confidence."""
+        """A row a box: module, type, inputs, outputs, parameters, first call, confidence.
+
+        A row's "call" is the place of its first call among those of all modules, from 1.
+        """
         return Table([self._row(depth, box) for depth, box in self._boxes], COLUMNS, self.note())
+
+    def draw(self) -> "Drawn":
+        """The figure with each box filled in, over the trace of the run; a click goes to a slice.
+
+        Of a match without inputs there is the figure alone.
+        """
+        return Drawn(self)
 
     def _row(self, depth: int, box: Box) -> dict:
         row = {"label": box.label, "depth": depth, "module": None, "kind": box.kind}
@@ -120,6 +134,7 @@ class Match(Mapping):
         row["parameters"] = sum(r["parameters"] for r in rows)
         times = [r["ms"] for r in rows]
         row["ms"] = None if None in times else sum(times)
+        row["call"] = None if part.call is None else part.call + 1
         row["repeats"] = part.repeats if part.repeats > 1 else part.listed
         return row
 
@@ -141,6 +156,50 @@ class Match(Mapping):
     def _repr_html_(self) -> str:
         title = f"<div><b>{html.escape(self.title)}</b></div>" if self.title else ""
         return title + self.table()._repr_html_()
+
+
+class Drawn:
+    """A matched figure as a notebook shows it; as text it is the match's table."""
+
+    def __init__(self, match: Match):
+        self.match = match
+
+    def __repr__(self) -> str:
+        return str(self.match)
+
+    def _repr_html_(self) -> str:
+        match, run = self.match, self.match._run
+        rows = {box: match._row(0, box) for _, box in match._boxes}
+        filled = {box: _filled(row) for box, row in rows.items() if row["module"] is not None}
+        drawing = draw.svg(match._tops, filled)
+        words = [f"{r['label']}: {r['module'] or 'no module'}" for r in rows.values()]
+        said = f"{match.title or 'figure'}, each box with its module: {'; '.join(words)}"
+        named = {m["name"]: run.name(i) for i, m in enumerate(run.modules)}
+        boxes = [match._placed.get(box) for box in rows]
+        found = [[b.part.name, *b.part.rest] if b else [] for b in boxes]
+        modules = [[named[name] for name in names] for names in found]
+        figure = view.Figure(drawing, said, modules)
+        if not run.records:
+            return view.still(figure)
+        return view.html(Trace([run]).chrome(), match.title, figure=figure)
+
+
+def _filled(row: dict) -> draw.Filled:
+    first, *rest = row["module"].split(" + ")
+    near = first.rpartition(".")[0] + "."
+    names = " + ".join([first or "(model)", *(name.removeprefix(near) for name in rest)])
+    kinds = ", ".join(dict.fromkeys(row["type"].split(" + ")))
+    given, made = (", ".join(dict.fromkeys(_shapes(row[side]))) for side in ("inputs", "outputs"))
+    facts = f"{row['parameters']:,} parameters"
+    if row["ms"] is not None:
+        facts += f" · call {row['call']} · {row['ms']:.2f} ms"
+    shapes = f"{given} → {made}" if made else "not called"
+    return draw.Filled(f"{names}: {kinds}", shapes, facts, row["repeats"])
+
+
+def _shapes(described: str) -> list[str]:
+    """The shapes in what a table says of inputs, without the dtype that most of them share."""
+    return re.findall(r"(?:int64)?\[[^\]]*\]", described.replace("float32", ""))
 
 
 COLUMNS = {

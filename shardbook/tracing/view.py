@@ -17,6 +17,8 @@ import base64
 import gzip
 import html as escape
 import json
+import re
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +32,19 @@ MOST = 5000  # slices that are kept past that
 BARS = 94  # tool bar, legend, bottom bar
 LOWEST, HIGHEST = 200, 844
 # page.js comes last: it runs the view
-FILES = ["words", "data", "look", "lanes", "paint", "find", "tell", "mouse", "away", "page"]
+FILES = [
+    "words",
+    "data",
+    "look",
+    "lanes",
+    "paint",
+    "find",
+    "tell",
+    "mouse",
+    "away",
+    "figure",
+    "page",
+]
 
 PAGE = """<!doctype html><meta charset="utf-8"><title>trace</title><body><script>
 const bytes = text => new Blob([Uint8Array.from(atob(text), c => c.charCodeAt(0))]);
@@ -52,19 +66,45 @@ const unzip = text =>
 </script>"""
 
 
-def html(chrome: dict, title: str = "", height: int | None = None, most: int | None = None) -> str:
+@dataclass
+class Figure:
+    """A drawing to stand over the lanes: its svg, what it says in words, the slices of its boxes.
+
+    modules: of each box, in the order of `data-box`, the names of its modules' slices.
+    """
+
+    svg: str
+    words: str
+    modules: list[list[str]]
+
+    @property
+    def high(self) -> int:
+        """Pixels as the svg asks for them."""
+        return int(re.search(r'height="(\d+)"', self.svg)[1])
+
+
+def html(
+    chrome: dict,
+    title: str = "",
+    height: int | None = None,
+    most: int | None = None,
+    figure: Figure | None = None,
+) -> str:
     """The trace `{"traceEvents": [...]}` (ts and dur in µs) as html for one notebook cell.
 
     height: pixels, else as high as the lanes need, up to what the page shows at once. most: past so
-    many slices the short ones are joined, else past LIMIT bytes; the view says so.
+    many slices the short ones are joined, else past LIMIT bytes; the view says so. figure: a
+    drawing over the lanes whose boxes lead to the slices of their modules.
     """
     made = layout(chrome, most)
-    events = _pack(_json(pack(made, title, height)))
+    events = _pack(_json(pack(made, title, height, figure)))
     if most is None and len(events) > LIMIT:
         made = layout(chrome, MOST)
-        events = _pack(_json(pack(made, title, height)))
+        events = _pack(_json(pack(made, title, height, figure)))
     # the view itself sees how high the notebook is; 85vh is for pages where it may not
-    high = min(max(content_height(made) + AXIS + BARS, LOWEST), HIGHEST)
+    high = min(max(content_height(made) + AXIS + BARS, LOWEST), HIGHEST) + (
+        figure.high if figure else 0
+    )
     size = f"{height}px" if height else f"min({high}px,85vh)"
     page = PAGE % (_pack(script()), events)
     png = base64.b64encode(picture.png(made, title)).decode()
@@ -72,7 +112,7 @@ def html(chrome: dict, title: str = "", height: int | None = None, most: int | N
     # escape only what ends an attribute: the page is long
     srcdoc = page.replace("&", "&amp;").replace('"', "&quot;")
     return (
-        '<div class="shardbook-trace"><div>'
+        f'<div class="shardbook-trace"><div>{still(figure) if figure else ""}'
         f'<img alt="{words}" src="data:image/png;base64,{png}" style="max-width:100%">'
         "<br><small>A still picture of the trace. Where its scripts may run (in Jupyter once you "
         "ran the cell or trusted the notebook, in an exported page in a browser) a live view stands"
@@ -96,7 +136,16 @@ def script() -> bytes:
     return "\n".join([*lines, "}"]).encode()
 
 
-def pack(made: Layout, title: str = "", height: int | None = None) -> dict:
+def still(figure: Figure) -> str:
+    """The figure as a picture alone: what stays where no script runs."""
+    data = base64.b64encode(figure.svg.encode()).decode()
+    words = escape.escape(figure.words)
+    return f'<img alt="{words}" src="data:image/svg+xml;base64,{data}" style="max-width:100%"><br>'
+
+
+def pack(
+    made: Layout, title: str = "", height: int | None = None, figure: Figure | None = None
+) -> dict:
     """The layout as viewer/data.js reads it: columns of integers, each text and args dict once."""
     texts, args = _Once(), _Once()
     tracks, where = [], {}
@@ -133,6 +182,7 @@ def pack(made: Layout, title: str = "", height: int | None = None) -> dict:
         )
     return {
         "title": title,
+        "figure": {"svg": figure.svg, "modules": figure.modules} if figure else None,
         "label": made.label,
         "duration": made.duration,
         "total": made.total,

@@ -406,3 +406,30 @@ def test_a_browser_that_cannot_unpack_shows_the_picture(chromium):
     page.evaluate("html => { document.body.innerHTML = html }", view.html(many(60)))
     page.wait_for_selector("img[alt*='slices']", state="visible")
     page.close()
+
+
+def test_a_box_of_the_figure_leads_to_its_slice_and_back(page):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerDecoderLayer(16, 2, 24, batch_first=True)
+    text = "masked: attention\ncross: cross-attention\nfeed forward: mlp\nscan: ssm"
+    found = sb.match(layer, text, torch.randn(2, 3, 16), torch.randn(2, 5, 16))
+    page.evaluate("html => { document.body.innerHTML = html; }", found.draw()._repr_html_())
+    page.wait_for_function("document.querySelector('iframe').contentWindow.trace")
+    frame = page.query_selector("iframe").content_frame()
+    assert page.is_hidden("img")  # the still pictures
+    clickable = frame.query_selector_all("[data-box][role=button]")
+    assert [b.get_attribute("data-box") for b in clickable] == ["0", "1", "2"]
+    clickable[2].click()  # two modules: the first is told, both are in sight
+    assert frame.inner_text(".details h1") == "linear1"
+    start, end = frame.evaluate("trace.range()")
+    spans = "trace.slices.filter(s => /^linear/.test(s.name)).map(s => [s.ts, s.end])"
+    assert all(start <= a and b <= end for a, b in frame.evaluate(spans))
+    assert [b.get_attribute("aria-pressed") for b in clickable] == ["false", "false", "true"]
+    clickable[1].focus()
+    page.keyboard.press("Enter")
+    assert frame.inner_text(".details h1") == "multihead_attn"
+    frame.evaluate("trace.pick(trace.slices.find(s => s.name === 'self_attn'))")
+    assert [b.get_attribute("aria-pressed") for b in clickable] == ["true", "false", "false"]
+    page.keyboard.press("Escape")
+    assert "true" not in [b.get_attribute("aria-pressed") for b in clickable]
+    assert not page.errors

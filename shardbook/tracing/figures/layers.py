@@ -61,6 +61,8 @@ def positional(part: Part) -> float:
         return min(1.0, 0.3 + named + 0.35 * once + 0.5 * heads + 0.1 * fewer)
     held = [s for s in tables(part) if len(s) <= 4 and not part.layers("linear")]
     held = [s for s in held if len(s) == 2 or s[0] == 1]
+    if not held and not part.numel and not part.children:  # a formula, known by its name alone
+        return 0.6 if part.says("position") else 0.0
     return min(1.0, 0.6 + named) if held else 0.0
 
 

@@ -22,6 +22,9 @@ const STYLE = `
   input::placeholder { color: var(--pale); opacity: 1; }
   .found { color: var(--pale); min-width: 48px; }
   .lanes { flex: 1; min-height: 0; position: relative; overflow: hidden; border-top: 1px solid var(--line); scroll-padding: 26px 0 4px; }
+  .figure { flex: 0 1 auto; min-height: 160px; overflow: auto; background: #fff; border-bottom: 1px solid var(--line); }
+  .figure g[role=button]:hover rect { stroke-width: 2; } .figure g:focus-visible { outline: 2px solid #0072B2; }
+  .figure ~ .lanes { min-height: 110px; }
   .lanes.active { box-shadow: inset 0 0 0 1px var(--area); } .lanes.tall { overflow-y: auto; }
   canvas { display: block; position: sticky; top: 0; touch-action: pan-y; }
   canvas.axis { z-index: 2; pointer-events: none; }

@@ -70,7 +70,7 @@ function listen() {
     drag = null;
     if (!was) return;
     if (was.moved && was.pan) return;
-    if (was.moved) { picked = null; tellRange(); return draw(); }
+    if (was.moved) { picked = null; lightBoxes(); tellRange(); return draw(); }
     const s = under(event);
     if (s) { range = null; pick(s); } // a click beside a slice leaves the selection as it is
   };
@@ -108,5 +108,5 @@ function clear() { // Esc: notes, selection, search, legend filter; and the whee
   hush(); activate(false);
   drag = range = picked = only = null;
   search.value = '';
-  close(); seek();
+  close(); lightBoxes(); seek();
 }

@@ -32,6 +32,7 @@ function button(text, hint, parent, act) {
 }
 
 make('style', '', STYLE, document.head);
+const drawn = data.figure ? drawFigure() : null;
 const bar = make('div', 'bar', undefined, document.body);
 if (data.title) make('b', 'title', data.title, bar);
 make('span', 'facts', facts(), bar);

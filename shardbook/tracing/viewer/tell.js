@@ -3,6 +3,7 @@
 function pick(s, go) {
   picked = s;
   if (s) { tell(s); if (go) reveal(s); } else if (!range) close();
+  lightBoxes();
   draw();
 }
 
@@ -14,7 +15,7 @@ function open() { // an empty panel, to be filled and then shown with settle()
 function settle() {
   const shut = make('button', 'close', '✕', details);
   shut.setAttribute('aria-label', 'close'); shut.title = 'close (Esc)';
-  shut.onclick = () => { picked = range = null; close(); draw(); };
+  shut.onclick = () => { picked = range = null; close(); lightBoxes(); draw(); };
   resize();
   watch();
 }
@@ -70,7 +71,7 @@ function tellRange() { // count, total, mean and most of each name in the stretc
 function resize() {
   if (data.height) return;
   try {
-    const bars = [bar, legend, foot].reduce((sum, node) => sum + node.offsetHeight, 8);
+    const bars = [bar, legend, foot, ...drawn ? [drawn] : []].reduce((sum, node) => sum + node.offsetHeight, 8);
     const wanted = Math.max(bars + total + 6, data.sizes.lowest) + (details.hidden ? 0 : details.offsetHeight);
     let room = parent.innerHeight;
     for (let n = frameElement.parentElement; n && n !== parent.document.body; n = n.parentElement) {
