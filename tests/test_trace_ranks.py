@@ -205,7 +205,9 @@ def test_an_async_collective_lasts_until_its_peer_came(tmp_path):
     for rank, trace in enumerate((early, late)):
         slices = {s.name: s for s in trace.ranks[0].slices()}
         call, mark = slices["all_reduce"], slices["goes on"]
-        assert call.track == "async collectives" and mark.start < call.end < mark.end
+        assert call.track == "async collectives" and call.end < mark.end
+        if rank == 0:  # rank 1's may be over before it goes on: rank 0 is there already
+            assert mark.start < call.end
         assert call.end > came[0], "until rank 1 came, and not until it was waited for"
         ends[rank] = call.end - call.start
     assert ends[0] / 1e9 > LATE, "rank 0's lasts while rank 1 is not there yet"
