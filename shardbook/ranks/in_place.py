@@ -1,5 +1,6 @@
 """sb.run under torchrun: this process is already a rank, so the function runs right here."""
 
+import atexit
 import contextlib
 import os
 import pickle
@@ -40,6 +41,7 @@ def run(
             print(note)
         set_rank_device(local_rank, local_size)
         dist.init_process_group(backend(), timeout=timedelta(seconds=timeout + 15))
+        atexit.register(_leave)
     rank, size = dist.get_rank(), dist.get_world_size()
     if size != world_size and rank == 0:
         print(f"sb.run: {size} ranks, as torchrun started them (world_size={world_size} is unused)")
@@ -84,6 +86,19 @@ def run(
 
         merged = merge([t for _, t in pairs])
     return Result([v for v, _ in pairs], outputs, merged)
+
+
+def _leave() -> None:
+    """End gloo's threads while Python still runs.
+
+    One of them may hold the last call's tensors; where it lets go of them after Python has ended,
+    the process aborts. A thread does it, since gloo waits for calls whose peer never came. A rank
+    that fails ends at once.
+    """
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        thread.start()
+        thread.join(5)
 
 
 def _place() -> tuple[int, int]:
