@@ -30,7 +30,7 @@ DECLARED = {  # beside what a file imports: patterns of what its tests read or s
     "tests/test_device.py": [*LIBRARY, "tests/standin/**"],
     "tests/test_faults.py": LIBRARY,
     "tests/test_dit_parallel.py": LIBRARY,
-    "tests/test_pipeline_parallel.py": [*LIBRARY, "tests/warm_pipeline.py"],
+    "tests/test_pipeline_parallel.py": LIBRARY,
     "tests/test_ranks.py": LIBRARY,
     "tests/test_trace_ranks.py": LIBRARY,
     "tests/test_view.py": LIBRARY,

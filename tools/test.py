@@ -31,9 +31,7 @@ NPU = {  # tests/standin/README.md
     "SHARDBOOK_STANDIN_OPS_DIR": ".cache/standin-ops",
 }
 LIBRARY = "not npu and not browser and not installation"
-ON_NPU = (
-    "not browser and not alone and not slow and not wrong_answer and not installation and not cpu"
-)
+ON_NPU = "not browser and not slow and not wrong_answer and not installation and not cpu"
 NO_DEVICE = [  # what never makes a tensor on a device is tested once, in "library"
     f"--ignore=tests/{t}"
     for t in (
@@ -51,11 +49,7 @@ ONE_DEVICE = [  # what differs with one device are runs of several ranks, which 
 PARTS = {
     "style": [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."]],
     "book": [["book/build.py", "--check"]],
-    # what measures time or starts 50 ranks runs alone, the rest two at a time
-    "library": [
-        [*PYTEST, *TWO, "-m", f"{LIBRARY} and not alone", "--durations", "15"],
-        [*PYTEST, "-m", f"{LIBRARY} and alone", "--durations", "5"],
-    ],
+    "library": [[*PYTEST, *TWO, "-m", LIBRARY, "--durations", "15"]],
     "notebooks": [[*PYTEST, *TWO, *NBVAL, "notebooks", "solutions"]],
     "browser": [[*PYTEST, "-m", "browser", "tests/browser"]],
     # on a stand-in npu: the library, each notebook, then the operators the notebooks used
@@ -66,7 +60,7 @@ PARTS = {
     ],
     "npu-one": [[*PYTEST, *TWO, *NBVAL, *ONE_DEVICE]],
     "installation": [[*PYTEST, "-m", "installation", "tests"]],
-    "fast": [[*PYTEST, *TWO, "-m", f"{LIBRARY} and not alone and not slow"]],
+    "fast": [[*PYTEST, *TWO, "-m", f"{LIBRARY} and not slow"]],
 }
 GROUPS = {
     "test": ["style", "book", "library", "notebooks"],

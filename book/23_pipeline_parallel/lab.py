@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from shardbook import calls, plot
 from shardbook.checks import pipeline_parallel as check
 from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
-from shardbook.studies.pipeline_lm import Paced, idle_share, paced_timeline, split_lm
+from shardbook.parallel.clock import virtual_clock
+from shardbook.studies.pipeline_lm import Timed, idle_share, in_order, split_lm, virtual_trace
 from shardbook.pictures.pipeline import draw_schedules
 from shardbook.parallel.schedules import (
     Op,  # ("F" or "B", microbatch, chunk)
     Schedule,  # list[list[Op]]
+    by_block,  # the same with the number c p + s of the block in place of the chunk
     _positive,  # _positive(num_stages=0): ValueError that names what is not at least 1
 )
 
@@ -110,8 +112,10 @@ chunked = 5 / (3 * 12 + 5)
 
 # %% [markdown]
 # `_complete(schedule)` gives the number of chunks, or that ValueError; `_peak(stage)` counts the
-# most micro-batches alive in a stage's list. Both are given. `_ready` is how the solution divides
-# the work; throw it away if you divide it otherwise, only `simulate` is checked.
+# most micro-batches alive in a stage's list. Both are given. `play` and `_ready` are how the solution
+# divides the work, in blocks: its clock plays also the lesson's orders, in which a backward is in
+# two parts "I" and "W". Throw both away if you divide it otherwise, only `simulate` is checked, with
+# "F" and "B".
 #
 # <details><summary>Hint 1</summary>
 #
@@ -131,7 +135,7 @@ chunked = 5 / (3 * 12 + 5)
 # %%
 from shardbook.parallel.schedules import _complete, _peak
 
-# %% exercise="shardbook.parallel.schedules.bubble_fraction shardbook.parallel.schedules._ready shardbook.parallel.schedules.simulate"
+# %% exercise="shardbook.parallel.schedules.bubble_fraction shardbook.parallel.schedules._ready shardbook.parallel.schedules.play shardbook.parallel.schedules.simulate"
 
 # %%
 check.bubble_fraction(bubble_fraction)
@@ -158,7 +162,8 @@ plt.show()
 # last the targets. Activations go to the next rank, gradients to the one before. It must work for
 # *every* schedule that can run, also one that takes micro-batches in another order.
 #
-# - The loss is the mean over micro-batches, and only the last rank returns it.
+# - The loss is the mean over micro-batches, and only the last rank returns it. Divide each
+#   micro-batch's loss by their number *before* its backward: so the gradients are the mean's.
 # - Gradients are added to `.grad`.
 # - No waiting for a send before the next operation; wait for all at the end.
 # - Let go of a micro-batch's input and output when its backward is done, or 1F1B saves nothing.
@@ -202,33 +207,37 @@ check.run_pipeline(run_pipeline)
 # %% [markdown]
 # ### A trace to read
 #
-# Your pipeline with your schedules on four real ranks. Kernels are **paced**: a forward takes 40 ms,
-# a backward 80. In the trace, find the warm-up of rank 0, the first gradient it waits for, and the
-# end of the pipeline. Which rank is idle longest at the start, which at the end?
+# Your pipeline with your schedule on four real ranks, on the **virtual clock**: a forward takes 1, a
+# backward 2. Your code does not know: `Timed` tells the clock what the stage computes, and the four
+# functions above put the sender's time into each message. (With functions of your own the answer is as
+# right, but no rank waits on the chart.) In the trace, find the warm-up of rank 0, the first
+# gradient it waits for, and the end of the pipeline. Which rank is idle longest at the start, which at
+# the end?
 
 # %% predict="predicted"
 predicted = 3 / (8 + 3)  # the bubble of 4 stages and 8 micro-batches
 
 
 # %%
-def paced_step(schedule):
+def timed_step(schedule):
     rank, p = dist.get_rank(), dist.get_world_size()
-    stage = Paced(split_lm(tiny_lm(num_layers=4), p)[rank].to(sb.device()), forward=40, backward=80)
+    stage = Timed(split_lm(tiny_lm(num_layers=4), p)[rank].to(sb.device()))
     tokens, targets = (t.to(sb.device()).split(1) for t in counting_batch(0, batch=8, seq=16))
-    dist.barrier()
-    run_pipeline(stage, schedule, tokens, targets, token_loss)
+    with virtual_clock(rank, {"F": 1.0, "B": 2.0}) as clock:
+        run_pipeline(stage, schedule, tokens, targets, token_loss)
+    return clock.kernels
 
+
+timeline = in_order(sb.run(timed_step, one_f_one_b(4, 8), world_size=4).values)
+sb.predict("bubble (virtual)", predicted, idle_share(timeline))
 
 # %% tags=["nbval-ignore-output"]
-trace = sb.run(paced_step, one_f_one_b(4, 8), trace=True).trace
-measured = round(idle_share(paced_timeline(trace)), 2)
-print("bubble (paced): measured", measured, " predicted", predicted)
-trace
+virtual_trace(timeline, "your 1F1B on four real ranks")
 
 # %% [markdown]
 # ### How many bytes?
 #
-# Predict what rank 0 of two sends for 8 micro-batches of one sequence of 64 tokens (h = 64, fp32),
+# Predict what rank 0 of two sends for 8 micro-batches of one sequence of 64 tokens (D = 64, fp32),
 # headers not counted. And rank 1?
 
 # %% predict="first second"

@@ -1,13 +1,14 @@
-"""Several chunks of a model on each rank: the pipeline of `pipeline.py` with virtual stages."""
+"""Several blocks of a model on each rank: the pipeline of `pipeline.py` for any placement."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import clock
 from .pipeline import as_input, recv_activation, recv_gradient, send_activation, send_gradient
-from .schedules import Schedule
+from .schedules import Op, Schedule, by_block
 
 
 def run_interleaved(
@@ -29,50 +30,80 @@ def run_interleaved(
         raise ValueError(f"the schedule has {len(schedule)} stages, expected one a rank ({p})")
     if {c for _, _, c in schedule[rank]} != set(range(len(chunks))):
         raise ValueError(f"the schedule does not use the {len(chunks)} chunks of rank {rank}")
-    last = p * len(chunks) - 1
-    num_microbatches = 1 + max(i for _, i, _ in schedule[rank])
-    # With two ranks activations and gradients share one channel, so all that a rank sends us is
+    blocks = {c * p + rank: chunk for c, chunk in enumerate(chunks)}
+    return run_blocks(blocks, by_block(schedule), microbatches, targets, loss_fn, group)
+
+
+def run_blocks(
+    blocks: Mapping[int, nn.Module],
+    order: list[list[Op]],
+    microbatches: Sequence[Tensor] | None,
+    targets: Sequence[Tensor] | None,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    group: dist.ProcessGroup | None = None,
+) -> Tensor | None:
+    """One step by an order of (kind, microbatch, block) for each rank; `blocks` are this rank's.
+
+    Kinds are "F", "B" and, for a backward in two parts, "I" and "W". The rank of the first block
+    reads microbatches, that of the last reads targets and returns the mean loss.
+    """
+    rank = dist.get_rank(group)
+    rank_of = {block: r for r, ops in enumerate(order) for _, _, block in ops}
+    last = max(rank_of)
+    num_microbatches = 1 + max(i for _, i, _ in order[rank])
+    # A rank's activations and gradients for us may share one channel, so all that it sends is
     # taken in the order of its schedule; what is early waits in the box.
-    coming = {r: _messages(schedule, r, rank, last) for r in {(rank - 1) % p, (rank + 1) % p}}
-    box: dict[tuple[str, int, int], Tensor] = {}
+    coming = {r: _messages(order, r, rank, rank_of) for r in set(rank_of.values()) - {rank}}
+    box: dict[Op, Tensor] = {}
     live: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    held: dict[tuple[int, int], Tensor | None] = {}  # the output's gradient, between I and W
     sent: list[tuple[dist.Work, Tensor]] = []
     losses = []
 
     def take(kind: str, i: int, block: int) -> Tensor:
-        source = (block - 1 if kind == "F" else block + 1) % p
+        source = rank_of[block - 1 if kind == "F" else block + 1]
         while (kind, i, block) not in box:
             message = what, j, to = next(coming[source])
             if what == "F":
                 box[message] = recv_activation(source, group)
             else:  # as large as what it is the gradient of
-                box[message] = recv_gradient(live[j, to // p][1], source, group)
+                box[message] = recv_gradient(live[j, to][1], source, group)
         return box.pop((kind, i, block))
 
     def hand_over(kind: str, i: int, block: int, x: Tensor) -> None:
-        if block % p == rank:  # one rank holds all blocks
+        if rank_of[block] == rank:
             box[kind, i, block] = as_input(x) if kind == "F" else x.grad
         elif kind == "F":
-            send_activation(x, block % p, group, sent)
+            send_activation(x, rank_of[block], group, sent)
         else:
-            send_gradient(x, block % p, group, sent)
+            send_gradient(x, rank_of[block], group, sent)
 
-    for kind, i, chunk in schedule[rank]:
-        block = chunk * p + rank
+    for kind, i, block in order[rank]:
         if kind == "F":
             x = microbatches[i] if block == 0 else take("F", i, block)
-            y = chunks[chunk](x)
+            clock.kernel(kind, i, block)
+            y = blocks[block](x)
             if block == last:
                 y = loss_fn(y, targets[i]) / num_microbatches
                 losses.append(y.detach())
             else:
                 hand_over("F", i, block + 1, y.detach())
-            live[i, chunk] = x, y
+            live[i, block] = x, y
+        elif kind == "W":
+            clock.kernel(kind, i, block)
+            x, y = live.pop((i, block))
+            _backward(y, held.pop((i, block)), list(blocks[block].parameters()))
         else:
             grad = None if block == last else take("B", i, block)
-            x, y = live.pop((i, chunk))
-            if y.requires_grad:  # not where everything up to here is frozen
-                y.backward(grad)
+            clock.kernel(kind, i, block)
+            x, y = live.pop((i, block))
+            if kind == "B":
+                _backward(y, grad)
+            else:
+                held[i, block] = grad
+                live[i, block] = x, y
+                if block > 0:
+                    _backward(y, grad, [x], retain=True)
             if block > 0:
                 hand_over("B", i, block - 1, x)
         del x, y
@@ -81,10 +112,19 @@ def run_interleaved(
     return torch.stack(losses).sum() if losses else None
 
 
-def _messages(schedule: Schedule, source: int, to: int, last: int) -> Iterator[tuple]:
-    """(kind, microbatch, block it is for) of all that source sends to `to`, in order."""
-    p = len(schedule)
-    for kind, i, chunk in schedule[source]:
-        block = chunk * p + source + (1 if kind == "F" else -1)
-        if 0 <= block <= last and block % p == to != source:
-            yield kind, i, block
+def _backward(y: Tensor, grad: Tensor | None, inputs: list | None = None, retain=False) -> None:
+    """Gradients of all that y depends on, or of `inputs` only.
+
+    I and W apart walk the inside of the block twice; a framework keeps what W needs of the first.
+    """
+    inputs = None if inputs is None else [x for x in inputs if x.requires_grad]
+    if y.requires_grad and inputs != []:  # not where everything up to here is frozen
+        torch.autograd.backward(y, grad, retain_graph=retain, inputs=inputs)
+
+
+def _messages(order: list[list[Op]], source: int, to: int, rank_of: dict) -> Iterator[Op]:
+    """("F" or "B", microbatch, block it is for) of all that source sends to `to`, in order."""
+    for kind, i, block in order[source]:
+        after = block + (1 if kind == "F" else -1)
+        if kind != "W" and rank_of.get(after) == to:
+            yield "F" if kind == "F" else "B", i, after

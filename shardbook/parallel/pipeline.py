@@ -7,13 +7,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..devices import device
+from . import clock
 from .schedules import Schedule
 
 _DTYPES = [
     *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.bool),
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128),
 ]
-_HEADER = 16  # int64: dtype, number of dimensions, then up to fourteen sizes
+_HEADER = 16  # int64: the sender's virtual time, dtype, dimensions, then up to thirteen sizes
 
 
 def run_pipeline(
@@ -84,12 +85,13 @@ class Inbox:
 
 def send_activation(y: Tensor, peer: int, group, sent: list) -> None:
     """Its shape first, since the next stage can't know it, then the activation itself."""
-    if y.dtype not in _DTYPES or y.dim() > _HEADER - 2:
+    if y.dtype not in _DTYPES or y.dim() > _HEADER - 3:
         raise ValueError(
             f"a stage gave {y.dtype} of {y.dim()} dimensions: a pipeline can announce up to "
-            f"{_HEADER - 2} dimensions of {', '.join(str(d) for d in _DTYPES)}"
+            f"{_HEADER - 3} dimensions of {', '.join(str(d) for d in _DTYPES)}"
         )
-    header = [_DTYPES.index(y.dtype), y.dim(), *y.shape] + [0] * (_HEADER - 2 - y.dim())
+    header = [clock.stamp(), _DTYPES.index(y.dtype), y.dim(), *y.shape]
+    header += [0] * (_HEADER - len(header))
     send(torch.tensor(header, device=y.device), peer, group, sent)
     send(y, peer, group, sent)
 
@@ -97,8 +99,9 @@ def send_activation(y: Tensor, peer: int, group, sent: list) -> None:
 def recv_activation(peer: int, group) -> Tensor:
     """The activation of the stage before, as a leaf that collects its gradient if it has one."""
     header = recv(torch.empty(_HEADER, dtype=torch.int64, device=device()), peer, group).tolist()
-    shape = header[2 : 2 + header[1]]
-    x = torch.empty(shape, dtype=_DTYPES[header[0]], device=device())
+    time, dtype, dims, *sizes = header
+    clock.read(time)
+    x = torch.empty(sizes[:dims], dtype=_DTYPES[dtype], device=device())
     return as_input(recv(x, peer, group))
 
 
@@ -110,12 +113,18 @@ def as_input(x: Tensor) -> Tensor:
 def send_gradient(x: Tensor, peer: int, group, sent: list) -> None:
     """The gradient of x, to where x came from; zeros if nothing depended on it."""
     if _has_gradient(x):
+        if clock.running():  # a gradient's shape is known: only the time needs a header
+            send(torch.tensor([clock.stamp()], device=x.device), peer, group, sent)
         send(torch.zeros_like(x) if x.grad is None else x.grad, peer, group, sent)
 
 
 def recv_gradient(y: Tensor, peer: int, group) -> Tensor | None:
     """The gradient of y from where y went; None for whole numbers, whose gradient nobody sends."""
-    return recv(room(y), peer, group) if _has_gradient(y) else None
+    if not _has_gradient(y):
+        return None
+    if clock.running():
+        clock.read(recv(torch.empty(1, dtype=torch.int64, device=y.device), peer, group).item())
+    return recv(room(y), peer, group)
 
 
 def _has_gradient(x: Tensor) -> bool:

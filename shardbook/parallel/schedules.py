@@ -85,60 +85,73 @@ def simulate(
 
     Raises ValueError for a schedule that deadlocks or does not do all the work exactly once.
     """
-    p = len(schedule)
-    v = _complete(schedule)
-    cost = {"F": forward, "B": backward}
-    end: dict[tuple[str, int, int], float] = {}  # (kind, microbatch, layer block) -> end time
-    at = [0] * p  # next operation of each stage
-    clock = [0.0] * p
-    timeline = []
-    while any(at[s] < len(schedule[s]) for s in range(p)):
+    _complete(schedule)
+    played = play(by_block(schedule), {"F": forward, "B": backward}, send)
+    p = len(schedule)  # chunk c of stage s is block c p + s
+    played["timeline"] = [(s, kind, i, b // p, *t) for s, kind, i, b, *t in played["timeline"]]
+    return played
+
+
+def play(order: list[list[Op]], cost: dict[str, float], send: float = 0.0) -> dict:
+    """The clock of `simulate` for operations (kind, microbatch, block), with blocks on any rank.
+
+    Besides "F" and "B", a full backward, there are its two parts: "I", the gradient of the input,
+    and "W", that of the weights. Returns what `simulate` does, with blocks in the timeline; a
+    micro-batch's block lives until its B or W. Raises ValueError for an order that deadlocks.
+    """
+    rank_of = {block: r for r, ops in enumerate(order) for _, _, block in ops}
+    end: dict[Op, float] = {}
+    at, clock, timeline = [0] * len(order), [0.0] * len(order), []
+    while any(at[r] < len(ops) for r, ops in enumerate(order)):
         moved = False
-        for s in range(p):
-            while at[s] < len(schedule[s]):
-                kind, i, chunk = schedule[s][at[s]]
-                block = chunk * p + s
-                ready = _ready(kind, i, block, p, v, end, send)
-                if ready is None:
-                    break
-                start = max(clock[s], ready)
-                clock[s] = end[kind, i, block] = start + cost[kind]
-                timeline.append((s, kind, i, chunk, start, clock[s]))
-                at[s] += 1
+        for r, ops in enumerate(order):
+            while (
+                at[r] < len(ops) and (ready := _ready(ops[at[r]], rank_of, end, send)) is not None
+            ):
+                op = ops[at[r]]
+                start = max(clock[r], ready)
+                clock[r] = end[op] = start + cost[op[0]]
+                timeline.append((r, *op, start, clock[r]))
+                at[r] += 1
                 moved = True
         if not moved:
-            waiting = [
-                f"stage {s} at {schedule[s][at[s]]}" for s in range(p) if at[s] < len(schedule[s])
-            ]
-            raise ValueError("the schedule deadlocks: " + ", ".join(waiting))
-    makespan = max(clock)
-    busy = sum(cost[kind] for stage in schedule for kind, _, _ in stage)
+            stuck = [f"rank {r} at {o[at[r]]}" for r, o in enumerate(order) if at[r] < len(o)]
+            raise ValueError("the schedule deadlocks: " + ", ".join(stuck))
+    busy, makespan = sum(cost[op[0]] for ops in order for op in ops), max(clock)
     return {
         "makespan": makespan,
-        "bubble": 1 - busy / (p * makespan) if makespan else 0.0,
-        "peak_live": [_peak(stage) for stage in schedule],
+        "bubble": 1 - busy / (len(order) * makespan) if makespan else 0.0,
+        "peak_live": [_peak(ops) for ops in order],
         "timeline": sorted(timeline, key=lambda op: (op[4], op[0])),
     }
 
 
-def _ready(kind: str, i: int, block: int, p: int, v: int, end: dict, send: float) -> float | None:
+def _ready(op: Op, rank_of: dict[int, int], end: dict[Op, float], send: float) -> float | None:
     """When the input of an operation is there, None while it is not computed yet."""
-    step = -1 if kind == "F" else 1
-    before = block + step
+    kind, i, block = op
     times = []
-    if kind == "B":  # needs its own activations
-        times.append(end.get(("F", i, block)))
-    if 0 <= before < p * v:
-        arrived = end.get((kind, i, before))
-        latency = send if before % p != block % p else 0.0
-        times.append(None if arrived is None else arrived + latency)
+    if kind != "F":  # a backward needs its own forward, W its own I
+        times.append(end.get(("I" if kind == "W" else "F", i, block)))
+    before = {"F": block - 1, "W": -1}.get(kind, block + 1)
+    if before in rank_of:
+        done = end.get(("F" if kind == "F" else "B", i, before))
+        if done is None and kind != "F":
+            done = end.get(("I", i, before))  # the gradient that we wait for is there after I
+        latency = send if rank_of[before] != rank_of[block] else 0.0
+        times.append(None if done is None else done + latency)
     return None if None in times else max(times, default=0.0)
+
+
+def by_block(schedule: Schedule) -> list[list[Op]]:
+    """A schedule of chunks (chunk c of stage s is block c p + s) with blocks instead."""
+    p = len(schedule)
+    return [[(kind, i, c * p + s) for kind, i, c in ops] for s, ops in enumerate(schedule)]
 
 
 def _peak(stage: list[Op]) -> int:
     live = peak = 0
     for kind, _, _ in stage:
-        live += 1 if kind == "F" else -1
+        live += {"F": 1, "I": 0, "B": -1, "W": -1}[kind]
         peak = max(peak, live)
     return peak
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules drawn: one row a rank, one box an operation."""
+"""Pipeline schedules drawn: one row per rank, one box per operation."""
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -35,7 +35,7 @@ def draw_stages(blocks: list[list[str]]) -> Figure:
             style = {"arrowstyle": "->", "color": INK}
             ax.annotate("", (x + 1.35, 0.72), (x + 0.05, 0.72), arrowprops=style)
             ax.annotate("", (x + 0.05, 0.28), (x + 1.35, 0.28), arrowprops=style | {"ls": ":"})
-            ax.text(x + 0.7, 0.79, "[b, s, h]", ha="center", fontsize=8)
+            ax.text(x + 0.7, 0.79, "[B, S, D]", ha="center", fontsize=8)
             ax.text(x + 0.7, 0.04, "its gradient", ha="center", fontsize=8)
             x += 1.4
     ax.set(xlim=(-0.1, x + 0.1), ylim=(-0.1, 1.4), aspect="equal")
@@ -87,8 +87,7 @@ def _gantt(ax: Axes, timeline: list[tuple]) -> None:
             linewidth=0.6,
         )
         if end - start > span / 120:
-            # Without antialiasing the stored picture is less than half as large.
-            style = {"ha": "center", "va": "center", "fontsize": 7, "antialiased": False}
+            style = {"ha": "center", "va": "center", "fontsize": 7, "color": "black"}
             ax.text((start + end) / 2, -rank, str(i), **style)
     ranks = sorted(lowest)
     ax.set_yticks([-r for r in ranks], [f"rank {r}" for r in ranks], fontsize=8)

@@ -74,7 +74,8 @@ def bars(groups: dict[str, dict[str, float]], ylabel: str, title: str = "") -> F
     for i, (name, values) in enumerate(groups.items()):
         at = [j + (i - (len(groups) - 1) / 2) * width for j in range(len(labels))]
         drawn = ax.bar(at, [values[label] for label in labels], width, label=name, color=COLOURS[i])
-        ax.bar_label(drawn, fmt="%.3g", fontsize=9 if len(groups) < 3 else 8)
+        names = [f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.3g}" for v in map(values.get, labels)]
+        ax.bar_label(drawn, names, fontsize=9 if len(groups) < 3 else 8)
     ax.set_xticks(range(len(labels)), labels)
     ax.set(ylabel=ylabel, title=title)
     if len(groups) > 1:

@@ -1,16 +1,17 @@
-"""The small model cut into stages, and stages whose kernels take a known time."""
+"""The small model cut into stages, on a virtual clock, and what autograd keeps of it."""
 
 import itertools
-import statistics
-import time
+from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from .._seams import after_backward
 from ..basics.tiny import TinyLM
-from ..tracing import record
+from ..parallel import clock
 from ..tracing.merge import Trace
+from ..tracing.record import mark
 
 
 class Stage(nn.Module):
@@ -54,76 +55,136 @@ def split_lm(model: TinyLM, num_stages: int) -> list[Stage]:
     return stages
 
 
-class Paced(nn.Module):
-    """A stage that computes, and then sleeps until its kernels took `forward` and `backward` ms.
+class Timed(nn.Module):
+    """A stage that tells the virtual clock what it computes, one micro-batch after the other."""
 
-    So the ranks show the schedule of as many devices, however few cores there are. The slices in a
-    trace are called F0, F1, … and B0, B1, … with the chunk behind where one is given.
-    """
-
-    def __init__(self, stage: nn.Module, forward: float, backward: float, chunk: int | None = None):
+    def __init__(self, stage: nn.Module):
         super().__init__()
-        self.stage, self.forward_ms, self.backward_ms = stage, forward, backward
-        self.count, self.suffix = 0, "" if chunk is None else f" chunk {chunk}"
+        self.stage, self.count = stage, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        name, start = f"{self.count}{self.suffix}", _start()
-        self.count += 1
-        y = _Backward.apply(self.stage(x), self.backward_ms, f"B{name}")
-        _pace(self.forward_ms, f"F{name}", *start)
-        return y
-
-
-# The paced device of this process: busy until then (ns), its host awake at, CPU time used by then.
-# A device is fed ahead: what its host spends between two kernels, waking up included, does not
-# delay the second, unless the host had to wait for its input.
-_device = (0, 0, 0)
-
-
-def _start() -> tuple[int, int]:
-    """(now, how long before now the device began with the kernel that starts here), in ns."""
-    busy_until, awake, cpu = _device
-    now = time.perf_counter_ns()
-    waited = now - awake - (time.process_time_ns() - cpu)
-    return now, 0 if waited > 1_000_000 else max(0, now - busy_until)
-
-
-def _pace(ms: float, name: str, since: int, late: int) -> None:
-    global _device
-    end = record.pace(ms, name, since, late)
-    _device = end, time.perf_counter_ns(), time.process_time_ns()
+        i, self.count = self.count, self.count + 1
+        clock.kernel("F", i)
+        return _Backward.apply(self.stage(x), i)
 
 
 class _Backward(torch.autograd.Function):
-    """The identity; its backward, the first of a stage, arranges for a sleep after the last."""
+    """The identity; its backward is the first of a stage's."""
 
     @staticmethod
-    def forward(ctx, x, ms, name):
-        ctx.ms, ctx.name = ms, name
+    def forward(ctx, x, i):
+        ctx.microbatch = i
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        ms, name, start = ctx.ms, ctx.name, _start()
-        after_backward(lambda: _pace(ms, name, *start))
-        return grad, None, None
+        clock.kernel("B", ctx.microbatch)
+        return grad, None
 
 
-def paced_timeline(traced: Trace) -> list[tuple]:
-    """The paced kernels of a trace as `simulate` gives them, in ms after the first one's start.
+class Marked(nn.Module):
+    """A stage whose forwards F0, F1, … and backwards B0, B1, … show in a trace of real time."""
 
-    A list of (rank, kind, microbatch, chunk, start, end), measured.
-    """
-    events = [e for e in traced.chrome()["traceEvents"] if e.get("cat") == "paced"]
-    zero = min(float(e["ts"]) for e in events)
-    timeline = []
-    for e in events:
-        words = e["name"].split()  # F0 (paced), or F0 chunk 1 (paced)
-        chunk = int(words[2]) if "chunk" in words else 0
-        end = (float(e["ts"]) + float(e["dur"]) - zero) / 1000
-        start = end - e["args"]["kernel ms"]  # on the device, before its host came to it
-        timeline.append((e["pid"], words[0][0], int(words[0][1:]), chunk, start, end))
-    return sorted(timeline, key=lambda op: (op[4], op[0]))
+    def __init__(self, stage: nn.Module):
+        super().__init__()
+        self.stage, self.count = stage, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        i, self.count = self.count, self.count + 1
+        with mark(f"F{i}"):
+            return _MarkedBackward.apply(self.stage(x), f"B{i}")
+
+
+class _MarkedBackward(torch.autograd.Function):
+    """The identity; its backward, the first of a stage's, opens a mark until the last is done."""
+
+    @staticmethod
+    def forward(ctx, x, name):
+        ctx.name = name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        open_mark = mark(ctx.name)
+        open_mark.__enter__()
+        after_backward(lambda: open_mark.__exit__(None, None, None))
+        return grad, None
+
+
+class Recomputed(nn.Module):
+    """A stage that keeps its input only, and runs its forward again in backward."""
+
+    def __init__(self, stage: nn.Module):
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Recompute.apply(self.stage, x, *self.stage.parameters())
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, stage, x, *parameters):
+        ctx.stage = stage
+        ctx.save_for_backward(x)
+        return stage(x)  # no graph is built here
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[1])
+        with torch.enable_grad():
+            y = ctx.stage(x)
+        torch.autograd.backward(y, grad)  # adds to the parameters' .grad itself
+        return None, x.grad, *[None for _ in ctx.needs_input_grad[2:]]
+
+
+class Saved:
+    """Counts the bytes that autograd keeps for backward, and their peak; parameters don't count."""
+
+    def __init__(self, model: nn.Module):
+        self.own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.users: Counter = Counter()
+        self.bytes = self.peak = 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: _Kept(self, t), lambda kept: kept.tensor
+        )
+
+    def change(self, t: Tensor, by: int) -> None:
+        """One more or one less node of the graph holds t; views of one storage count once."""
+        storage = t.untyped_storage()
+        if storage.data_ptr() in self.own:
+            return
+        before = self.users[storage.data_ptr()]
+        self.users[storage.data_ptr()] += by
+        if 0 in (before, before + by):
+            self.bytes += by * storage.nbytes()
+        self.peak = max(self.peak, self.bytes)
+
+
+class _Kept:
+    """A tensor that autograd saved, until it lets it go."""
+
+    def __init__(self, saved: Saved, tensor: Tensor):
+        self.saved, self.tensor = saved, tensor
+        saved.change(tensor, 1)
+
+    def __del__(self):
+        self.saved.change(self.tensor, -1)
+
+
+def in_order(kernels: Iterable[list[tuple]]) -> list[tuple]:
+    """The kernels that each rank's clock noted as one timeline, as `simulate` gives it."""
+    return sorted((k for mine in kernels for k in mine), key=lambda op: (op[4], op[0]))
+
+
+def virtual_trace(timeline: list[tuple], title: str) -> Trace:
+    """A timeline of the virtual clock as a trace: one row per rank, F0, F1, … and B0, B1, …"""
+    parts = {rank: sorted({op[3] for op in timeline if op[0] == rank}) for rank, *_ in timeline}
+    named = []
+    for rank, kind, i, part, start, end in timeline:
+        chunk = f" chunk {parts[rank].index(part)}" if len(parts[rank]) > 1 else ""
+        named.append((rank, f"{kind}{i}{chunk}", start, end))
+    return Trace.simulated(named, title, label="virtual")
 
 
 def idle_share(timeline: list[tuple]) -> float:
@@ -131,19 +192,3 @@ def idle_share(timeline: list[tuple]) -> float:
     ranks = len({op[0] for op in timeline})
     span = max(op[5] for op in timeline) - min(op[4] for op in timeline)
     return 1 - sum(end - start for *_, start, end in timeline) / (ranks * span)
-
-
-def message_time(timeline: list[tuple]) -> float:
-    """Median ms from the end of a neighbour's kernel to the start of the one that waited for it.
-
-    That is the message and its hosts: waking up, sending, receiving. 0 where nobody waited.
-    """
-    ranks, chunks = 1 + max(op[0] for op in timeline), 1 + max(op[3] for op in timeline)
-    ends = {(kind, i, chunk * ranks + rank): end for rank, kind, i, chunk, _, end in timeline}
-    free, waits = dict.fromkeys(range(ranks), 0.0), []
-    for rank, kind, i, chunk, start, end in timeline:  # by start
-        block = chunk * ranks + rank + (-1 if kind == "F" else 1)
-        if 0 <= block < ranks * chunks and ends[kind, i, block] > free[rank]:
-            waits.append(start - ends[kind, i, block])
-        free[rank] = end
-    return statistics.median(waits) if waits else 0.0

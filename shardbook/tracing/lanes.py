@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 # pixels: heights, and the width of the column of lane names
 ROW, THIN, HEADER, COUNTER, GAP, AXIS, NAMES = 18, 9, 22, 44, 4, 24, 124
 OURS = ("modules", "collectives", "async collectives")  # lanes that events.py numbers
-PACED = ("paced", "simulated")  # categories of slices whose length was set
+PACED = ("paced", "simulated", "virtual")  # categories of slices whose length was set
 WHOLE_PROCESS = ("resident memory (MB)", "peak memory (MB)")  # of the whole process: hardly moves
 
 

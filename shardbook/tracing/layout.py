@@ -24,7 +24,7 @@ class Layout:
     flows: list[tuple[tuple[Track, Slice, int], tuple[Track, Slice, int]]]
     kinds: list[tuple[str, str]]
     duration: int
-    label: str = ""  # "paced" or "simulated" when the lengths were set and not measured
+    label: str = ""  # "paced", "simulated" or "virtual" when the lengths were set and not measured
     total: int = 0  # slices of the whole trace
     below: int = 0  # > 0: slices shorter than this (ns) are joined
     shut: set = field(default_factory=set)  # pids that open as one row
@@ -135,7 +135,7 @@ def length(ns: float) -> str:
 
 
 def _label(events: list[dict]) -> str:
-    """ "paced" or "simulated" if the trace says that its lengths were set, not measured."""
+    """How the lengths were set, if the trace says that they were not measured: "paced" or so."""
     ranks = {str((e.get("args") or {}).get("name")) for e in events if e.get("ph") == "M"}
     for label in reversed(PACED):
         if any(e.get("cat") == label for e in events) or any(f"{label})" in n for n in ranks):

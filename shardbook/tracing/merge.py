@@ -22,23 +22,32 @@ class Trace:
         self._chrome: tuple[Any, dict] | None = None
 
     @classmethod
-    def simulated(cls, timeline: Iterable[tuple], title: str = "", unit_ms: float = 1.0) -> "Trace":
-        """A computed timeline, drawn like a measured one and labelled "simulated".
+    def simulated(
+        cls,
+        timeline: Iterable[tuple],
+        title: str = "",
+        unit_ms: float = 1.0,
+        label: str = "simulated",
+    ) -> "Trace":
+        """A computed timeline, drawn like a measured one and labelled as such.
 
         timeline holds (rank, name, start, end), start and end in units of `unit_ms` milliseconds
-        from any origin, e.g. of a pipeline schedule.
+        from any origin, e.g. of a pipeline schedule. The label is "simulated", or "virtual" where
+        real ranks counted the time.
         """
+        if label not in ("simulated", "virtual"):
+            raise ValueError(f'the label is {label!r}: expected "simulated" or "virtual"')
         ranks: dict[int, RankTrace] = {}
         for rank, name, start, end in timeline:
             if not 0 <= start <= end:
                 raise ValueError(
                     f"{name!r} on rank {rank} goes from {start} to {end}: need 0 <= start <= end"
                 )
-            one = ranks.setdefault(rank, RankTrace(rank, kind="simulated"))
+            one = ranks.setdefault(rank, RankTrace(rank, kind=label))
             span = [round(t * unit_ms * 1e6) for t in (start, end)]
-            args = {"time": "simulated", "start": start, "end": end}
-            one.drawn.append(Slice("simulated", str(name), *span, "simulated", args))
-        return cls([ranks[r] for r in sorted(ranks)], title=title or "simulated")
+            args = {"time": label, "start": start, "end": end}
+            one.drawn.append(Slice(label, str(name), *span, label, args))
+        return cls([ranks[r] for r in sorted(ranks)], title=title or label)
 
     def chrome(self) -> dict:
         """The Chrome trace: a dict that json can write and chrome://tracing and Perfetto read."""

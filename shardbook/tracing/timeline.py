@@ -49,7 +49,7 @@ class RankTrace:
     end: int = 0
     flops: list[tuple] | None = None
     foreign: list[dict] = dataclasses.field(default_factory=list)  # Chrome events, ts in ns
-    kind: str = ""  # "simulated" for a computed timeline
+    kind: str = ""  # "simulated" or "virtual" for a computed timeline
     drawn: list[Slice] = dataclasses.field(default_factory=list)  # slices given as such
     clock: int = 0  # nanoseconds to add, where the rank's host has another clock
 

@@ -56,7 +56,7 @@ function short(text, room) { // of layers.0.attn.wq the end says most: attn.wq, 
 }
 
 function caption(s, room) { // on a bar: the bytes of a call too, where there is room
-  const name = s.name.replace(/ \((paced|simulated)\)$/, '');
+  const name = s.name.replace(/ \((paced|simulated|virtual)\)$/, '');
   const bytes = (s.cat === 'collective' || s.cat === 'p2p') && data.args[s.at].bytes;
   if (bytes) {
     const both = `${name} ${size(bytes)}`;
