@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardbook as sb
-from shardbook import plot
 from shardbook.basics.tensors import (
     can_view,
     contiguous_strides,
@@ -185,15 +184,3 @@ def test_marks_are_summed_by_name():
                 pass
     found = layouts.marked(t)
     assert list(found) == ["b", "a"] and min(found.values()) > 0
-
-
-def test_a_shown_picture_has_its_words():
-    from IPython.testing.globalipapp import get_ipython
-    from IPython.utils.capture import capture_output
-
-    get_ipython()
-    plot.curves({"a": [1, 2]}, "x", "y")
-    with capture_output() as shown:
-        plot.show("a line that rises")
-    (output,) = shown.outputs
-    assert output.metadata["image/png"]["alt"] == output.data["text/plain"] == "a line that rises"

@@ -1,6 +1,5 @@
 """Pictures shared by the chapters: one palette, one style, legible on light and dark pages."""
 
-import base64
 import itertools
 import sys
 from collections.abc import Sequence
@@ -33,26 +32,59 @@ def figure(width: float = 7.0, height: float = 3.0, columns: int = 1) -> tuple[F
     """A figure in the book's style and its axes, always as a list. Sizes in inches."""
     mpl.rcParams.update(STYLE)
     fig, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
+    _with_words()
     return fig, [axes] if columns == 1 else list(axes)
 
 
 def show(words: str) -> None:
     """Show the current figure; `words` say what it shows, for those who cannot see it.
 
-    They are the picture's alternative text in what nbconvert writes, and stand for the picture
-    where only text is shown.
+    They are the picture's alternative text in what nbconvert writes. Without them `plt.show()`
+    takes what `read` finds in the figure.
     """
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is None:
-        plt.show()
-        return
-    from IPython.core.pylabtools import print_figure
-    from IPython.display import display
+    plt.gcf().set_label(words)
+    _with_words()
+    plt.show()
 
-    png = base64.b64encode(print_figure(plt.gcf(), "png")).decode()
-    plt.close()
-    data = {"image/png": png, "text/plain": words}
-    display(data, metadata={"image/png": {"alt": words}}, raw=True)
+
+def read(fig: Figure) -> str:
+    """What a figure shows, in words: its label, else its titles, axes, lines, bars and texts."""
+    return fig.get_label() or "; ".join(filter(None, map(_read_axes, fig.axes))) or "a picture"
+
+
+def _read_axes(ax: Axes) -> str:
+    said = [ax.get_title(), ax.get_title("left"), ax.get_title("right")]
+    names = [ax.get_ylabel(), ax.get_xlabel()]
+    said.append(" over ".join(filter(None, names)))
+    for line in ax.lines:
+        ys = [y for y in line.get_ydata() if y == y]
+        if ys and not str(line.get_label()).startswith("_"):
+            ends = f"{ys[0]:.3g} to {ys[-1]:.3g}" if len(ys) > 1 else f"{ys[0]:.3g}"
+            said.append(f"{line.get_label()}: {ends}")
+    ticks = [tick.get_text() for tick in ax.get_xticklabels()]
+    for bars in ax.containers:
+        heights = [f"{getattr(bar, 'get_height', float)():.3g}" for bar in bars]
+        told = zip(ticks, heights, strict=False) if any(ticks) else enumerate(heights)
+        name = f"{bars.get_label()}: " if not str(bars.get_label()).startswith("_") else ""
+        said.append(name + ", ".join(f"{tick} {height}" for tick, height in told))
+    if not ax.containers:
+        texts = " ".join(" ".join(text.get_text().split()) for text in ax.texts)
+        said.append(texts if len(texts) < 300 else texts[:300].rsplit(" ", 1)[0] + " …")
+    return ", ".join(filter(None, said))
+
+
+def _with_words() -> None:
+    """In IPython, pictures of figures carry their words."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is not None:
+        png = shell.display_formatter.formatters["image/png"]
+        png.for_type(Figure, _png)  # over matplotlib's own, which is set when a figure is made
+
+
+def _png(fig: Figure) -> tuple[str, dict]:
+    from IPython.core.pylabtools import print_figure
+
+    return print_figure(fig, "png", base64=True), {"alt": read(fig)}
 
 
 def curves(series: dict[str, Sequence[float]], xlabel: str, ylabel: str, title: str = "") -> Figure:
@@ -100,6 +132,7 @@ def storage(tensors: dict[str, Tensor], width: float = 9.0) -> Figure:
         squeeze=False,
         layout="constrained",
     )
+    _with_words()
     known, first = next(iter(tensors.items()))
     for (left, right), (name, x) in zip(axes, tensors.items(), strict=True):
         _indexed(left, x)

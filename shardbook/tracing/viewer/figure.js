@@ -38,5 +38,12 @@ function lightBoxes() { // of the picked slice
     const rect = box.querySelector('rect'), on = !!picked && names.includes(picked.name) && picked.cat === 'forward';
     rect.setAttribute('stroke-width', on ? 3 : 1);
     box.setAttribute('aria-pressed', on);
+    if (on) intoSight(box);
   }
+}
+
+function intoSight(box) { // by the figure's own scroll bar; the page stays where it is
+  const a = box.getBoundingClientRect(), b = drawn.getBoundingClientRect();
+  if (a.top < b.top) drawn.scrollTop -= b.top - a.top + 6;
+  else if (a.bottom > b.bottom) drawn.scrollTop += a.bottom - b.bottom + 6;
 }
