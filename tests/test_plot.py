@@ -6,7 +6,10 @@ import torch
 
 from book import build
 from shardbook import plot
-from shardbook.pictures.attention import draw_roofline
+from shardbook.pictures.attention import draw_roofline, draw_tiles
+from shardbook.pictures.cache import draw_cache
+from shardbook.pictures.context import draw_rings, draw_ulysses
+from shardbook.pictures.pipeline import draw_schedules, draw_stages
 from shardbook.pictures.tensor import draw_half_block
 
 
@@ -17,9 +20,19 @@ def test_words_are_read_off_a_figure():
     assert plot.read(drawn) == "per rank, ms: x 1, y 2.5, MB: x 0, y 4"
     said = plot.read(plot.storage({"x": torch.arange(6).view(2, 3)}))
     assert said.startswith("x   (2, 3)") and "strides (3, 1), offset 0" in said
-    assert "NVIDIA" not in plot.read(draw_roofline({"decode": 2.0}))
     assert "decode" in plot.read(draw_roofline({"decode": 2.0}))
-    assert "all-reduce" in plot.read(draw_half_block())
+    assert "qkv or up (columns), " in plot.read(draw_half_block())
+    tiles = plot.read(draw_tiles([(slice(0, 4), slice(0, 4), True)], 4, 8))
+    assert tiles.endswith("numbered in order: 1; cut by the mask: 1.")
+    stages = plot.read(draw_stages([["embed", "0"], ["1", "head"]]))
+    assert "rank 0: embed, 0; rank 1: 1, head" in stages
+    played = plot.read(draw_schedules({"two": [(0, "F", 0, 0, 0, 1), (1, "F", 0, 1, 1, 2)]}))
+    assert played.endswith("two: 2 operations end at 2, 50% idle.")
+    assert "row 0: 3 prompt, 2 new; " in plot.read(
+        draw_cache({"row 0": [("prompt", 3), ("new", 2)]}, 8)
+    )
+    assert "causal, zigzag, work of ranks 2, 2, 2, 2" in plot.read(draw_rings())
+    assert "8 heads across" in plot.read(draw_ulysses())
     drawn, _ = plot.figure()
     assert plot.read(drawn) == "a picture"
     drawn.set_label("what I say of it")

@@ -35,6 +35,10 @@ def draw_tiles(tiles: Iterable[tuple[slice, slice, bool]], rows: int, cols: int)
             ax.text(x, y, str(number), ha="center", va="center", fontsize=9, color="black")
     ax.set(xlim=(0, cols), ylim=(rows, 0), xlabel="key", ylabel="query", aspect="equal")
     ax.set_title(f"{len(tiles)} tiles visited", fontsize=11)
+    fig.set_label(
+        f"Queries down, keys across, {rows} x {cols} scores. Tiles visited, numbered in order: "
+        f"{len(tiles)}; cut by the mask: {sum(masked for _, _, masked in tiles)}."
+    )
     return fig
 
 

@@ -37,4 +37,9 @@ def draw_cache(rows: Mapping[str, Sequence[tuple[str, int]]], max_len: int) -> F
     ax.set_xticks(range(0, max_len + 1, 4))
     keys = [Rectangle((0, 0), 1, 1, label=name, **look) for name, look in looks.items()]
     fig.legend(handles=keys, loc="outside upper center", ncols=len(keys))
+    held = "; ".join(
+        f"{row}: {', '.join(f'{count} {name}' for name, count in parts)}"
+        for row, parts in rows.items()
+    )
+    fig.set_label(f"A line of {max_len} places per row of the batch. {held}; the rest is room.")
     return fig

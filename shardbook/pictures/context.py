@@ -31,6 +31,11 @@ def draw_rings(ranks: int = 4) -> Figure:
     fig.legend(
         handles, [f"rank {r}" for r in range(ranks)], loc="outside lower center", ncols=ranks
     )
+    fig.set_label(
+        "Three squares of scores, queries down and keys across, coloured by which of "
+        f"{ranks} ranks computes them, numbered by the ring's step. "
+        + "; ".join(ax.get_title().replace("\n", ", ") for ax in axes)
+    )
     return fig
 
 
@@ -98,4 +103,9 @@ def draw_ulysses(ranks: int = 4, heads: int = 8) -> Figure:
     left.set_ylabel("positions")
     fig.get_layout_engine().set(wspace=0.3)
     fig.text(0.52, 0.45, "all-to-all\n→\n←", ha="center", va="center", fontsize=10)
+    fig.set_label(
+        f"Positions down, {heads} heads across, before and after an all-to-all: each of {ranks} "
+        "ranks first has rows, a part of the positions with all heads, then columns, all positions of "
+        "some heads."
+    )
     return fig

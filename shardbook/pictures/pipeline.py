@@ -40,6 +40,8 @@ def draw_stages(blocks: list[list[str]]) -> Figure:
             x += 1.4
     ax.set(xlim=(-0.1, x + 0.1), ylim=(-0.1, 1.4), aspect="equal")
     ax.axis("off")
+    held = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in enumerate(blocks))
+    fig.set_label(f"Blocks in a row, by rank: {held}. Activations go right, gradients left.")
     return fig
 
 
@@ -68,7 +70,19 @@ def draw_schedules(timelines: dict[str, list[tuple]], width: float = 10.0) -> Fi
     handles = [Patch(facecolor=c, label=n) for k, (c, n) in KINDS.items() if k in kinds]
     axes[-1][0].set_xlabel("time")
     fig.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=9)
+    fig.set_label(
+        "Bars of operations in time, a row per rank. " + " ".join(map(_said, timelines.items()))
+    )
     return fig
+
+
+def _said(item: tuple[str, list[tuple]]) -> str:
+    title, timeline = item
+    end, busy = max(op[5] for op in timeline), sum(op[5] - op[4] for op in timeline)
+    ranks = 1 + max(op[0] for op in timeline)
+    return (
+        f"{title}: {len(timeline)} operations end at {end:.4g}, {1 - busy / end / ranks:.0%} idle."
+    )
 
 
 def _gantt(ax: Axes, timeline: list[tuple]) -> None:

@@ -47,6 +47,11 @@ def draw_half_block(sequence_parallel: bool = False, ranks: int = 4) -> Figure:
     ax.legend(keys, names, loc="lower center", ncols=ranks + 1, bbox_to_anchor=(0.5, 0.98))
     ax.set(xlim=(-0.1, x + 0.1), ylim=(-1.6, 1.2), aspect="equal")
     ax.axis("off")
+    flow = ", ".join(f"{part[0]} ({part[3]})".replace("\n", " ") for part in parts)
+    fig.set_label(
+        f"Matrices from left to right, each whole, cut by rows or columns over {ranks} ranks, or "
+        f"partial sums: {flow}. Forward {enter} before the first product and {leave} at the end."
+    )
     return fig
 
 
