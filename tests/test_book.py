@@ -170,7 +170,9 @@ def test_a_check_does_not_import_the_reference_it_judges(chapter):
 
 # A lab shows the trace of what the learner wrote
 
-TRACES = re.compile(r"\bsb\.(trace|show)\(|\btrace=True\b|(?m:^%%ranks\b.*--trace\b)")
+TRACES = re.compile(
+    r"\b(sb\.(trace|show)|virtual_trace)\(|\btrace=True\b|(?m:^%%ranks\b.*--trace\b)"
+)
 NO_TRACE = {"31_flash_attention"}
 """Labs that trace nothing of the learner's yet. Leave it empty."""
 

@@ -105,7 +105,7 @@ def draw_ulysses(ranks: int = 4, heads: int = 8) -> Figure:
     fig.text(0.52, 0.45, "all-to-all\n→\n←", ha="center", va="center", fontsize=10)
     fig.set_label(
         f"Positions down, {heads} heads across, before and after an all-to-all: each of {ranks} "
-        "ranks first has rows, a part of the positions with all heads, then columns, all positions of "
-        "some heads."
+        "ranks first has rows, a part of the positions with all heads, then columns, all positions "
+        "of some heads."
     )
     return fig
