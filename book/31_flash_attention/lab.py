@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardbook import plot
 from shardbook.attention.counting import largest_tensor
+from shardbook.tracing import mark
 from shardbook.pictures.attention import draw_tiles
 from shardbook.checks import flash_attention as check
 
@@ -55,25 +56,30 @@ check.online_softmax_dot(online_softmax_dot)
 # %% [markdown]
 # ## Exercise 2: forward, tile by tile
 #
-# The same for a matrix of queries. `tiles(rows, cols, causal, block_q, block_k)` gives the tiles that
-# hold something to compute, each with a flag that says whether the mask cuts through it;
+# The same for a matrix of queries, in two loops: over tiles of queries, and inside over tiles of keys.
+# `row_of_tiles(rows, cols, causal, shift, block_k)` gives the tiles of keys that the queries `rows` meet,
+# each with a flag that says whether the mask cuts through it (`tiles` gives those of all rows in turn);
 # `_scores(q, k, rows, cols, masked, shift)` gives one tile of scaled, masked scores [B, H, bq, bk]
-# with `shift = T - S`. Both are printed below, for you to read.
+# with `shift = T - S`. They are printed below, for you to read.
+#
+# Put `with mark(f"q {rows.start} k {cols.start}"):` round the body of the inner loop: the trace after
+# the check shows your steps.
 #
 # Causal is **bottom-right** aligned: the last query sees every key, query i sees keys up to
 # `i + T - S`. A row that sees no key gives 0 and a log-sum-exp of -inf.
 
 # %%
-from shardbook.attention.flash import _alike, _scores, tiles
+from shardbook.attention.flash import _alike, _scores, row_of_tiles, tiles
 
+print(inspect.getsource(row_of_tiles))
 print(inspect.getsource(tiles))
 print(inspect.getsource(_scores))
 
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# `m`, the sum and the output have a row for every query: `[B, H, S]`, `[B, H, S]`, `[B, H, S, D]`. A
-# tile updates its rows of them.
+# A tile of queries has its own `m` [B, H, bq], sum [B, H, bq] and output [B, H, bq, D]. They start
+# before the inner loop and are written to their rows of the results after it.
 # </details>
 # <details><summary>Hint 2</summary>
 #
@@ -111,6 +117,24 @@ sb.predict("elements, tiled", tiled, largest_tensor(flash_attention_forward, q, 
 sb.predict("elements, plain", plain, largest_tensor(by_definition))
 
 # %% [markdown]
+# **Your loop, traced.** 256 queries and keys in tiles of 64, causal and then full. Count the slices of
+# each: ten and sixteen. Which steps are missing from the causal run?
+
+
+# %% tags=["nbval-ignore-output"]
+def traced():
+    q, k, v = (draw(1, 2, 256, 32, seed=s) for s in range(3))
+    flash_attention_forward(q, k, v)  # first calls are slow: leave them out
+    with sb.trace() as t:
+        for name in ("causal", "full"):
+            with sb.mark(name):
+                flash_attention_forward(q, k, v, name == "causal")
+    return t
+
+
+traced()
+
+# %% [markdown]
 # **A picture to read.** The tiles that a causal run visits, numbered in order; hatched where the mask
 # cuts through. Change S and T, and find the rows of tiles that see nothing.
 
@@ -133,6 +157,11 @@ plt.show()
 # </details>
 # <details><summary>Hint 2</summary>
 #
+# `dq` gathers from all tiles of a row, `dk` and `dv` from all tiles of a column: keep all three in fp32
+# and add each tile's part to its slice.
+# </details>
+# <details><summary>Hint 3</summary>
+#
 # Where `lse` is -inf a query saw nothing and `-inf - -inf` would be nan. Put +inf in its place:
 # `exp(-inf - inf)` is 0.
 # </details>
@@ -146,6 +175,12 @@ check.flash_attention_backward(flash_attention_backward)
 # ## Exercise 4: one differentiable function
 #
 # Put your two functions into a `torch.autograd.Function` and save q, k, v, out and lse only.
+#
+# <details><summary>Hint</summary>
+#
+# `ctx.save_for_backward` takes the five tensors; `causal` is no tensor: keep it as `ctx.causal`. Backward
+# returns a gradient for each argument of forward, None for `causal`.
+# </details>
 
 # %% exercise="shardbook.attention.flash._Flash shardbook.attention.flash.flash_attention" blank="forward backward flash_attention"
 

@@ -23,6 +23,7 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask
 
 from shardbook import plot
 from shardbook.attention import attend, kernel_for
@@ -35,7 +36,14 @@ from shardbook.attention.flash import (
     online_softmax_dot,
     tiles,
 )
-from shardbook.pictures.attention import draw_roofline, draw_tiles
+from shardbook.attention.masks import (
+    block_kinds,
+    causal,
+    documents,
+    masked_attention,
+    sliding_window,
+)
+from shardbook.pictures.attention import DEVICES, draw_block_kinds, draw_roofline, draw_tiles
 
 
 def draw(*shape, seed=0, scale=1.0):
@@ -71,7 +79,7 @@ for name, sizes in largest.items():
 # bf16 the matrix alone takes
 
 # %%
-print(f"{16_384**2 * 32 * 2 / 2**30:.0f} GiB a layer and sample, to keep for backward")
+print(f"{16_384**2 * 32 * 2 / 2**30:.0f} GiB per layer and sample, to keep for backward")
 
 # %% [markdown]
 # ### Peak memory, measured
@@ -108,7 +116,7 @@ def peak_megabytes(kind, n):
 peaks = {
     kind: {
         f"{n // 1024}k": sb.run(peak_megabytes, kind, n, world_size=1).values[0]
-        for n in (1024, 2048, 4096, 8192, 16_384)
+        for n in (1024, 4096, 16_384)
     }
     for kind in ("plain", "tiled")
 }
@@ -121,7 +129,7 @@ fig.axes[0].set_yscale("log")
 plt.show()
 
 # %% [markdown]
-# Each doubling of the length takes the plain version four times the memory. The tiled one grows with
+# Four times the length takes the plain version sixteen times the memory. The tiled one grows with
 # the output and one tile; below some megabytes the measurement sees the allocator, not the tensors.
 #
 # ## Softmax in one pass
@@ -173,28 +181,80 @@ for i in range(3):
 # %% [markdown]
 # ### The trace of the tiles
 #
-# Each tile that a causal run visits, as a call of its own: ten of them, where a run without mask has
-# sixteen. (So that each can be marked, they are separate calls on slices; the real loop carries m, l
-# and the output from one to the next.) The last slice, "backward", is one whole forward and backward of
-# the same attention. Its backward visits the same ten tiles.
+# `flash_attention_forward` is two loops: over tiles of queries, each with an m, an l and an output of
+# its own, and inside over tiles of keys. That is FlashAttention-2's order: nothing is written before a
+# row of tiles is finished. Each step of the inner loop is a mark, so this is a trace of the loop itself.
+# **Predict** how many steps it takes for 256 queries and keys in tiles of 64, with a causal mask and
+# without, forward alone. Then find in the trace the steps that the full run has and the causal one not.
+
+# %% predict="steps"
+steps = {"causal": 4 + 3 + 2 + 1, "full": 4 * 4}
+
+# %%
+counted = {name: len([*tiles(256, 256, name == "causal", 64, 64)]) for name in steps}
+sb.predict("steps of the inner loop", steps, counted)
 
 
 # %% tags=["nbval-ignore-output"]
-def marked(causal):
+def real_loop():
     q, k, v = (draw(1, 2, 256, 32, seed=s) for s in range(3))
+    flash_attention_forward(q, k, v)  # first calls are slow: leave them out
     with sb.trace() as t:
-        for rows, cols, masked in tiles(256, 256, causal, 64, 64):
-            with sb.mark(f"q {rows.start} k {cols.start}{' masked' if masked else ''}"):
-                flash_attention_forward(q[:, :, rows], k[:, :, cols], v[:, :, cols])
-        with sb.mark("backward"):
-            out, lse = flash_attention_forward(q, k, v, causal)
-            flash_attention_backward(out, q, k, v, out, lse, causal)
+        for name in ("causal", "full"):
+            with sb.mark(f"{name}, forward"):
+                out, lse = flash_attention_forward(q, k, v, name == "causal")
+            with sb.mark(f"{name}, backward"):
+                flash_attention_backward(out, q, k, v, out, lse, name == "causal")
     return t
 
 
-marked(causal=True)
+real_loop()
 
 # %% [markdown]
+# ### Other masks: grouped heads, a window, packed documents
+#
+# A kernel has to know of a tile only whether it is empty, whole, or cut. So the mask can be a function
+# `sees(i, j)`: `masked_attention` runs it in tiles, with fewer kv heads than heads (grouped queries
+# read their kv head in place, nothing is repeated). torch's FlexAttention works like this, and its
+# `create_block_mask` sorts the tiles for the fused kernel. Do the two agree?
+
+# %%
+masks = {
+    "causal": causal,
+    "window of 64": sliding_window(64),
+    "documents of 96, 40, 120": documents([96, 40, 120], sb.device()),
+}
+q, k, v = draw(1, 4, 256, 16, seed=1), draw(1, 2, 256, 16, seed=2), draw(1, 2, 256, 16, seed=3)
+at, kinds = torch.arange(256, device=sb.device()), {}
+
+
+def flex_tiles(sees):
+    """(cut, whole): how many tiles torch's BlockMask has, on the host."""
+    sizes = {"B": None, "H": None, "Q_LEN": 256, "KV_LEN": 256, "BLOCK_SIZE": 32, "device": "cpu"}
+    mask = create_block_mask(lambda b, h, i, j: sees(i, j), **sizes)
+    return int(mask.kv_num_blocks.sum()), int(mask.full_kv_num_blocks.sum())
+
+
+for name, sees in masks.items():
+    look = sees(at[:, None], at)  # [S, T]
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=look, enable_gqa=True)
+    error = (masked_attention(q, k, v, sees, 32, 32)[0] - wanted).abs().max()
+    kinds[name] = block_kinds(sees, 256, 256, 32, 32, sb.device())
+    theirs = flex_tiles(documents([96, 40, 120]) if "documents" in name else sees)
+    ours = int((kinds[name] == 1).sum()), int((kinds[name] == 2).sum())
+    assert ours == theirs
+    print(
+        f"{name:25} equals SDPA: {bool(error < 1e-5)}; tiles cut, whole: {ours}, torch's {theirs}"
+    )
+
+# %%
+draw_block_kinds(kinds)
+plt.show()
+
+# %% [markdown]
+# The tokens of several documents in one row ("varlen", in flash-attn `cu_seqlens`) save the padding and
+# cost no tile between documents. The work follows the coloured tiles, not the square of the length.
+#
 # ## How much moves?
 #
 # Arithmetic is the same as before, so why is it faster on a device? Because less moves. Count it:
@@ -235,31 +295,46 @@ for n in (512, 2048, 8192):
 # A device does at most `peak` operations and moves at most `bandwidth` bytes per second. A workload of
 # I operations per byte reaches at most `min(peak, I * bandwidth)`. Below the corner memory is the limit,
 # above it arithmetic. Where do attention and its neighbours stand (bf16, d = 128, N = 8192)?
+#
+# Tiled attention stands between two bounds. Every row of tiles reads all K and V again. If each of these
+# reads came from the device's memory (HBM), the intensity would be about the rows of a tile. But rows of
+# tiles that run at the same time read the *same* K and V, and those of one head are 4 MB here, which fit
+# into an L2 cache. What *has* to move is q, k, v in and the output out, about 4 N d numbers.
 
 # %%
 N, D = 8192, 128
 flops = 4 * N * N * D
+for rows in (64, 128, 256):
+    every = flops / (2 * attention_io(N, D, 4 * D * rows, flash=True))
+    print(f"tiles of {rows:3} queries: {every:4.0f} FLOPs per byte if every read comes from HBM")
 workloads = {
     "one token of decoding": 2 * 1 / 2,  # a weight is read (2 bytes) for one multiply and add
     "attention, standard": flops / (2 * attention_io(N, D, M, flash=False)),
-    "attention, tiled": flops / (2 * attention_io(N, D, M, flash=True)),
+    "tiled, every re-read": flops / (2 * attention_io(N, D, M, flash=True)),
+    "tiled, compulsory": flops / (2 * 4 * N * D),
     "MLP, 8192 tokens": 2 * N * 4096 * 16384 / (2 * (N * 4096 + 4096 * 16384 + N * 16384)),
 }
 for name, at in workloads.items():
-    print(f"{name:24} {at:8.0f} FLOPs a byte")
+    print(f"{name:24} {at:8.0f} FLOPs per byte")
 draw_roofline(workloads)
 plt.show()
 
 # %% [markdown]
-# Mind what "attention, tiled" counts. Every row of tiles reads all K and V again, and the point
-# charges each of these reads to the device's memory (HBM): 99 FLOPs per byte, at most a third of an
-# H100's peak. The kernels measured at the end of this chapter do better, and nothing is wrong with
-# them. Blocks of queries that run at the same time read the *same* K and V, and those of one head are
-# 4 MB here, which fit into the L2 cache: most of the re-reads never reach HBM. What has to move is q,
-# k, v in and the output out, about 4 N d numbers. With that traffic attention does N/2 FLOPs per byte
-# in bf16, more than 4,000, far on the flat part. The true figure lies between the two: the plotted one
-# is what a device without a shared cache would see, and why it pays to keep the tiles of one head
-# together in time.
+# What do the published kernels say? FlashAttention-2 reaches up to 73 % of an A100's peak (arXiv
+# 2307.08691) and FlashAttention-3 740 TFLOP/s on an H100 (arXiv 2407.08608). The intensity that this
+# takes at least, beside our two bounds:
+
+# %%
+published = {"A100 80GB": 0.73 * DEVICES["A100 80GB"][0], "H100 SXM": 740}
+low, high = workloads["tiled, every re-read"], workloads["tiled, compulsory"]
+for name, reached in published.items():
+    needs = reached / DEVICES[name][1]
+    print(f"{name}: needs {needs:.0f} FLOPs per byte; bounds {low:.0f} and {high:.0f}")
+    assert low < needs < high
+
+# %% [markdown]
+# Both lie between: these kernels can't have fetched every re-read from HBM with a tile of ours. That is
+# why it pays to keep the tiles of one head together in time, and to make tiles large.
 #
 # Training multiplies thousands of tokens with each weight it reads, so it is bound by arithmetic if
 # attention does not spoil it. Decoding reads every weight and the whole cache for one token: it is
@@ -283,6 +358,13 @@ plt.show()
 #
 # Forward has two matrix products per tile, backward five (s, dv, dp, dq, dk), the first for the second
 # time.
+
+# %%
+q, k, v, g = (draw(1, 1, 50, 16, seed=s) for s in range(4))
+weights = ((q * 16**-0.5) @ k.transpose(-1, -2)).softmax(-1)
+whole_row = (weights * (g @ v.transpose(-1, -2))).sum(-1)  # p * dp over all keys
+delta = (g * (weights @ v)).sum(-1)  # g * out over d features
+print("delta is the same both ways:", bool((delta - whole_row).abs().max() < 1e-4))
 
 # %%
 leaves = [draw(2, 3, 77, 16, seed=s).requires_grad_() for s in range(3)]
@@ -326,9 +408,9 @@ for scale in (1.0, 8.0):
 # %%
 q, k, v = draw(2, 6, 5, 8, seed=1), draw(2, 3, 9, 8, seed=2), draw(2, 3, 9, 8, seed=3)
 repeated = [x.repeat_interleave(2, dim=1) for x in (k, v)]
-for causal in (False, True):
-    error = (attend(q, k, v, causal) - flash_attention(q, *repeated, causal)).abs().max().item()
-    print(f"attend equals the tiles (causal {causal}): {error < 1e-5}")
+for mask in (False, True):
+    error = (attend(q, k, v, mask) - flash_attention(q, *repeated, mask)).abs().max().item()
+    print(f"attend equals the tiles (causal {mask}): {error < 1e-5}")
 
 # %% tags=["nbval-ignore-output"]
 print("here attend calls", kernel_for(q))
@@ -366,10 +448,26 @@ print(f"tiled / MATH at 2,048 tokens, causal: {ours / math_path:.2f}")
 #   `npu_fused_infer_attention_score` ignores a bool mask [1, 1, 1, T] beyond key 512
 #   ([vllm-ascend#15503](https://github.com/vllm-project/vllm-ascend/issues/15503)). All give numbers,
 #   not errors: compare with `flash_attention` above, on small shapes and on one long one.
-# - **CUDA.** FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv 2307.08691) and about 35 % of
-#   an H100's; FlashAttention-3 reaches up to 75 % there in fp16, 740 TFLOP/s (arXiv 2407.08608).
+# - **CUDA.** Three versions of one idea:
+#
+# | version | what is new | share of the peak | source |
+# |---|---|---|---|
+# | FlashAttention | tiles, one-pass softmax, recomputation | 25 to 40 % (A100) | arXiv 2205.14135, 2307.08691 |
+# | FlashAttention-2 | fewer operations beside the products; one head's sequence over many blocks; less traffic between warps | 50 to 73 % (A100), 35 % (H100) | arXiv 2307.08691, 2407.08608 |
+# | FlashAttention-3 | copies and products asynchronous, softmax interleaved with products, fp8 | up to 75 % (H100, fp16: 740 TFLOP/s) | arXiv 2407.08608 |
+#
 # - **Many ranks.** The log-sum-exp that backward needs is also what lets ranks merge their parts: that
 #   was chapter 24. Tensor parallelism (chapter 22) cuts the heads and leaves the kernel as it is.
+#
+# <details><summary>Questions, answered</summary>
+#
+# - *Why is backward faster with more arithmetic?* Reading S x T weights back takes longer than two
+#   products per tile, where memory is the limit.
+# - *Why does the inner loop go over keys?* Then m, l and the output of a row stay on the chip, and rows
+#   are independent: different blocks take them at once. In the other order the output is written and
+#   read again at each step.
+# - *Does tiling change the result?* Only by the order of a sum in fp32.
+# </details>
 #
 # Next: the [lab](../labs/31_flash_attention.ipynb), then [chapter 32](32_kv_cache.ipynb), where one
 # query meets a cache.

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..tracing.record import mark
+
 
 def online_softmax_dot(scores: Tensor, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """softmax(scores) @ values in one pass: scores [S], values [S, D] -> out [D], lse scalar.
@@ -34,21 +36,28 @@ def online_softmax_dot(scores: Tensor, values: Tensor, block: int) -> tuple[Tens
     return torch.where(seen, out / total, 0.0).to(values.dtype), lse
 
 
+def row_of_tiles(
+    rows: slice, cols: int, causal: bool, shift: int, block_k: int
+) -> Iterator[tuple[slice, bool]]:
+    """The key tiles that a tile of queries meets: (keys, whether the mask cuts through).
+
+    Query i sees keys up to i + shift. With causal masking a tile above the diagonal is never
+    visited.
+    """
+    seen = min(cols, rows.stop + shift) if causal else cols  # keys the last query sees
+    for start in range(0, seen, block_k):
+        end = min(start + block_k, cols)
+        yield slice(start, end), causal and end > rows.start + shift + 1  # the first sees fewer
+
+
 def tiles(
     rows: int, cols: int, causal: bool, block_q: int, block_k: int
 ) -> Iterator[tuple[slice, slice, bool]]:
-    """The tiles that hold something to compute: (queries, keys, whether the mask cuts through).
-
-    Row by row of tiles. With causal masking a tile above the diagonal is never visited.
-    """
-    shift = cols - rows  # query i sees keys up to i + shift
+    """All tiles that hold something to compute, row by row: (queries, keys, cut by the mask)."""
     for start in range(0, rows, block_q):
-        end = min(start + block_q, rows)
-        seen = min(cols, end + shift) if causal else cols  # keys the last query of the tile sees
-        for k_start in range(0, seen, block_k):
-            k_end = min(k_start + block_k, cols)
-            masked = causal and k_end > start + shift + 1  # the first query sees fewer
-            yield slice(start, end), slice(k_start, k_end), masked
+        tile = slice(start, min(start + block_q, rows))
+        for keys, masked in row_of_tiles(tile, cols, causal, cols - rows, block_k):
+            yield tile, keys, masked
 
 
 def _scores(q: Tensor, k: Tensor, rows: slice, cols: slice, masked: bool, shift: int) -> Tensor:
@@ -65,25 +74,33 @@ def _scores(q: Tensor, k: Tensor, rows: slice, cols: slice, masked: bool, shift:
 def flash_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, block_q: int = 64, block_k: int = 64
 ) -> tuple[Tensor, Tensor]:
-    """out [B, H, S, D] in q's dtype and the log-sum-exp of the scores [B, H, S] in fp32."""
+    """out [B, H, S, D] in q's dtype and the log-sum-exp of the scores [B, H, S] in fp32.
+
+    Two loops, as in FlashAttention-2: a tile of queries keeps its maximum m, its sum l and its
+    output o while all its keys pass by, and writes them once. Each step is a mark in a trace.
+    """
     _alike(q, k, v)
     shape, shift = q.shape, k.shape[2] - q.shape[2]
-    out = torch.zeros(*shape[:3], v.shape[3], dtype=torch.float32, device=q.device)
-    high = torch.full(shape[:3], -torch.inf, device=q.device)  # running maximum [B, H, S]
-    total = torch.zeros(shape[:3], device=q.device)  # running sum [B, H, S]
-    for rows, cols, masked in tiles(shape[2], k.shape[2], causal, block_q, block_k):
-        scores = _scores(q, k, rows, cols, masked, shift)  # [B, H, bq, bk]
-        m = torch.maximum(high[:, :, rows], scores.amax(dim=-1))
-        safe = torch.where(m == -torch.inf, 0.0, m)  # a row that sees nothing yet
-        p = torch.exp(scores.sub_(safe[..., None]))  # [B, H, bq, bk]
-        old = torch.exp(high[:, :, rows] - safe)  # what is there shrinks by this
-        total[:, :, rows] = total[:, :, rows] * old + p.sum(dim=-1)
-        out[:, :, rows] = out[:, :, rows] * old[..., None] + p @ v[:, :, cols].float()
-        high[:, :, rows] = m
-    seen = total > 0
-    out = torch.where(seen[..., None], out / total.clamp(min=1e-38)[..., None], 0.0)
-    lse = torch.where(seen, high + torch.log(total), -torch.inf)
-    return out.to(q.dtype), lse
+    out = torch.empty(*shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
+    lse = torch.empty(shape[:3], device=q.device)  # [B, H, S]
+    for start in range(0, shape[2], block_q):
+        rows = slice(start, min(start + block_q, shape[2]))
+        m = torch.full((*shape[:2], rows.stop - start), -torch.inf, device=q.device)  # [B, H, bq]
+        l = torch.zeros_like(m)
+        o = torch.zeros(*m.shape, v.shape[3], device=q.device)  # [B, H, bq, D]
+        for cols, masked in row_of_tiles(rows, k.shape[2], causal, shift, block_k):
+            with mark(f"q {rows.start} k {cols.start}{' masked' if masked else ''}"):
+                scores = _scores(q, k, rows, cols, masked, shift)  # [B, H, bq, bk]
+                m_new = torch.maximum(m, scores.amax(dim=-1))
+                safe = torch.where(m_new == -torch.inf, 0.0, m_new)  # a row that sees nothing yet
+                p = torch.exp(scores.sub_(safe[..., None]))  # [B, H, bq, bk]
+                old = torch.exp(m - safe)  # what is there shrinks by this
+                l = l * old + p.sum(dim=-1)
+                o = o * old[..., None] + p @ v[:, :, cols].float()
+                m = m_new
+        out[:, :, rows] = o / torch.where(l > 0, l, 1.0)[..., None]  # no key: 0
+        lse[:, :, rows] = m + torch.log(l)  # no key: -inf
+    return out, lse
 
 
 def flash_attention_backward(
@@ -101,13 +118,14 @@ def flash_attention_backward(
     delta = (grad_out.float() * out.float()).sum(dim=-1)  # [B, H, S]
     lse = torch.where(lse == -torch.inf, torch.inf, lse)  # a row that sees nothing: all p are 0
     for rows, cols, masked in tiles(q.shape[2], k.shape[2], causal, block_q, block_k):
-        p = torch.exp(_scores(q, k, rows, cols, masked, shift).sub_(lse[:, :, rows, None]))
-        grad = grad_out[:, :, rows].float()  # [B, H, bq, D]
-        dv[:, :, cols] += p.transpose(-1, -2) @ grad
-        dp = grad @ v[:, :, cols].float().transpose(-1, -2)  # [B, H, bq, bk]
-        ds = p * (dp - delta[:, :, rows, None]) * scale
-        dq[:, :, rows] += ds @ k[:, :, cols].float()
-        dk[:, :, cols] += ds.transpose(-1, -2) @ q[:, :, rows].float()
+        with mark(f"backward q {rows.start} k {cols.start}"):
+            p = torch.exp(_scores(q, k, rows, cols, masked, shift).sub_(lse[:, :, rows, None]))
+            grad = grad_out[:, :, rows].float()  # [B, H, bq, D]
+            dv[:, :, cols] += p.transpose(-1, -2) @ grad
+            dp = grad @ v[:, :, cols].float().transpose(-1, -2)  # [B, H, bq, bk]
+            ds = p * (dp - delta[:, :, rows, None]) * scale
+            dq[:, :, rows] += ds @ k[:, :, cols].float()
+            dk[:, :, cols] += ds.transpose(-1, -2) @ q[:, :, rows].float()
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from torch import Tensor
 
 from ..tracing.palette import LINE
 from . import plot
@@ -42,8 +43,29 @@ def draw_tiles(tiles: Iterable[tuple[slice, slice, bool]], rows: int, cols: int)
     return fig
 
 
+def draw_block_kinds(masks: dict[str, Tensor]) -> Figure:
+    """`block_kinds` of some masks beside each other: skipped white, cut hatched, whole filled."""
+    fig, axes = plot.figure(3.0 * len(masks), 3.3, columns=len(masks))
+    for ax, (name, kinds) in zip(axes, masks.items(), strict=True):
+        for r, row in enumerate(kinds.tolist()):
+            for c, kind in enumerate(row):
+                look = {1: {"hatch": "////", "alpha": 0.5}, 2: {"alpha": 0.9}}.get(kind)
+                if look:
+                    colour = {"facecolor": plot.COLOURS[4], "edgecolor": "white"}
+                    ax.add_patch(Rectangle((c, r), 1, 1, **colour, **look))
+        used = int((kinds > 0).sum())
+        ax.set(xlim=(0, kinds.shape[1]), ylim=(kinds.shape[0], 0), aspect="equal")
+        ax.set(xlabel="tile of keys", ylabel="tile of queries")
+        ax.set_title(f"{name}\n{used} of {kinds.numel()} tiles", fontsize=10)
+    fig.set_label(
+        "Tiles of queries down, tiles of keys across; visited: "
+        + ", ".join(f"{name} {int((k > 0).sum())} of {k.numel()}" for name, k in masks.items())
+    )
+    return fig
+
+
 def draw_roofline(workloads: dict[str, float]) -> Figure:
-    """Attainable TFLOP/s over FLOPs a byte for DEVICES, and where each workload stands."""
+    """Attainable TFLOP/s over FLOPs per byte for DEVICES, and where each workload stands."""
     fig, (ax,) = plot.figure(7.5, 4.2)
     intensity = np.logspace(-1, 4, 200)
     for colour, (name, (peak, bandwidth)) in zip(plot.COLOURS, DEVICES.items(), strict=False):
@@ -57,6 +79,6 @@ def draw_roofline(workloads: dict[str, float]) -> Figure:
             at * 1.08, 0.13, name, rotation=90, va="bottom", fontsize=9,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
         )  # fmt: skip
-    ax.set(xlabel="FLOPs a byte", ylabel="attainable TFLOP/s (bf16)", ylim=(0.1, 2_000))
+    ax.set(xlabel="FLOPs per byte", ylabel="attainable TFLOP/s (bf16)", ylim=(0.1, 2_000))
     ax.legend(fontsize=8, loc="lower right", framealpha=1.0, frameon=True)
     return fig
