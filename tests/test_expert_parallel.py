@@ -28,6 +28,14 @@ from shardbook.studies.expert_lm import (
     is_expert,
     moe_lm,
 )
+from shardbook.studies.moe_today import (
+    grouped,
+    nudge_,
+    once_per_rank,
+    one_by_one,
+    padded,
+    route_sigmoid,
+)
 
 # ---- transformers' Mixtral
 
@@ -248,3 +256,62 @@ def test_single_process_moe_is_the_sum_over_chosen_experts():
         weights[:, j, None] * every[chosen[:, j], torch.arange(len(chosen))] for j in range(2)
     )
     torch.testing.assert_close(moe(x), want.view_as(x), rtol=1e-5, atol=1e-5)
+
+
+# ---- as they are built today
+
+
+def test_a_dropped_choice_counts_for_no_expert():
+    logits, experts = torch.randn(6, 4), torch.tensor([[0], [1], [2], [3], [-1], [-1]])
+    share, probability = torch.tensor([1.0, 1, 1, 1]) / 6, logits.softmax(-1).mean(0)
+    expected = 4 * (share * probability).sum()
+    torch.testing.assert_close(load_balancing_loss(logits, experts), expected)
+
+
+def test_the_bias_chooses_and_does_not_weigh():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    weights, experts = route_sigmoid(logits, 2, torch.tensor([0.0, 0, 0, 1]))
+    assert experts.tolist() == [[3, 0]]
+    scores = logits.sigmoid()[0, [3, 0]]
+    torch.testing.assert_close(weights[0], scores / scores.sum())
+    bias = torch.zeros(4)
+    nudge_(bias, torch.tensor([[0, 1], [0, 1], [0, 2]]), 0.5)  # loads 3, 2, 1, 0; mean 1.5
+    assert bias.tolist() == [-0.5, -0.5, 0.5, 0.5]
+
+
+def test_three_ways_to_multiply_are_one():
+    generator = torch.Generator().manual_seed(0)
+    counts = [3, 0, 7, 1]
+    rows = torch.randn(11, 16, generator=generator)
+    up = torch.randn(4, 16, 24, generator=generator)
+    down = torch.randn(4, 24, 16, generator=generator)
+    wanted = one_by_one(rows, counts, up, down)
+    for way in (padded, grouped):
+        torch.testing.assert_close(way(rows, counts, up, down), wanted, rtol=1e-4, atol=1e-3)
+
+
+def sent_once():
+    """Both layers' outputs and gradients, and the bytes of rows each hands over."""
+    moe = moe_lm(16, k=6, hidden=16).blocks[0].mlp.to(sb.device())
+    layer = ExpertParallelMoE(moe.router, list(moe.experts), moe.k)
+    found = []
+    for way in (layer, lambda x: once_per_rank(layer, x)):
+        layer.zero_grad()
+        x = torch.randn(9 + dist.get_rank(), 64, generator=torch.Generator().manual_seed(5))
+        x = x.to(sb.device()).requires_grad_()
+        with calls.record() as log:
+            y = way(x)
+        y.square().sum().backward()
+        grads = [x.grad, *(p.grad for p in layer.parameters())]
+        rows = sum(c.nbytes for c in log if c.dtype.is_floating_point and c.shape[-1] == 64)
+        found.append(([t.detach().cpu() for t in (y, *grads)], rows))
+    return found
+
+
+def test_a_row_once_per_rank_gives_the_same():
+    ranks = sb.run(sent_once, world_size=2).values
+    for (wanted, _), (got, _) in ranks:
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    many, few = (sum(rank[way][1] for rank in ranks) for way in (0, 1))
+    assert 0 < few <= many * 2 / 6, "at most one row for each of two ranks, of six choices"

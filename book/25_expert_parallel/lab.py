@@ -67,7 +67,8 @@ predicted = 8  # E * 1 * 1: f and p are 1 for that expert, 0 for the others
 # </details>
 # <details><summary>Hint 3</summary>
 #
-# `bincount` refuses -1. A dropped choice may count as any expert here, but it must not raise.
+# `bincount` refuses -1. A dropped choice counts for no expert: shift all by one, and leave the first
+# count out.
 # </details>
 
 # %% exercise="shardbook.parallel.expert.load_balancing_loss"

@@ -2,7 +2,9 @@
 # # 25 · Expert parallel
 #
 # After this chapter you can
-# - route tokens to experts, keep the load even, and say what a capacity costs,
+# - route tokens to experts, keep the load even with a loss or with a bias, and say what a capacity costs,
+# - say what today's layers add: a sigmoid gate, fine-grained and shared experts, grouped products, a row
+#   per rank instead of one per expert,
 # - spread experts over ranks with two all-to-alls, forward and backward, and predict their bytes,
 # - see a hot expert in a trace,
 # - scale the gradients of experts right when expert and data parallel meet,
@@ -17,6 +19,7 @@
 # %%
 import shardbook as sb
 
+import math
 import time
 
 import matplotlib.pyplot as plt
@@ -44,6 +47,14 @@ from shardbook.studies.expert_lm import (
     is_expert,
     moe_lm,
 )
+from shardbook.studies.moe_today import (
+    grouped,
+    once_per_rank,
+    one_by_one,
+    padded,
+    router_z_loss,
+    train_with_favourites,
+)
 
 # %% [markdown]
 # ## What breaks without it?
@@ -66,11 +77,14 @@ def held(num_experts, spread):
     return storage_bytes(model.to(sb.device()).parameters()), total, met
 
 
+def all_held(sizes):
+    return {(n, spread): held(n, spread) for n in sizes for spread in (False, True)}
+
+
+found = sb.run(all_held, (4, 8, 16, 32), world_size=4).values[0]
 state = {"all experts on every rank": {}, "experts over 4 ranks": {}}
 for num_experts in (4, 8, 16, 32):
-    (whole, total, met), (mine, *_) = (
-        sb.run(held, num_experts, spread, world_size=4).values[0] for spread in (False, True)
-    )
+    (whole, total, met), (mine, *_) = (found[num_experts, spread] for spread in (False, True))
     label = f"{num_experts} experts"
     state["all experts on every rank"][label] = 4 * whole / 1e6
     state["experts over 4 ranks"][label] = 4 * mine / 1e6
@@ -80,7 +94,7 @@ for num_experts in (4, 8, 16, 32):
     )
 
 # %%
-plot.bars(state, "MB a rank", "Training state of the small model with experts")
+plot.bars(state, "MB per rank", "Training state of the small model with experts")
 plt.show()
 
 # %% [markdown]
@@ -124,45 +138,34 @@ print("softmax of the chosen logits alone = normalised:", torch.allclose(
 # perfect balance. f_e is a count, so the gradient comes through p_e: experts with many tokens get
 # their probability lowered. The model trains for 40 steps only, so the loss counts 0.1 here; Switch
 # takes 0.01.
-
+#
+# Today's models often balance without a loss (arXiv 2408.15664). The gate is a **sigmoid**: each expert
+# has a score of its own. Each expert also has a **bias**, which no gradient touches. It is added to the
+# score *after* the sigmoid and takes part in the choice only, not in the weights:
+#
+# ```python
+# scores = logits.sigmoid()                            # [T, E]
+# experts = (scores + bias).topk(k, dim=-1).indices    # the bias chooses
+# weights = scores.gather(-1, experts)                 # and does not weigh
+# bias += speed * sign(mean load - load)               # after each step
+# ```
+#
+# DeepSeek-V3 (arXiv 2412.19437) works like this, and keeps a small balance loss within each sequence
+# beside it. Here the speed is 0.05, for 40 steps. All of this is `train_with_favourites` in
+# `shardbook/studies/moe_today.py`.
 
 # %%
-def with_favourites(alpha, steps=40, k=2):
-    """Trains in one process: (max/mean load by step, the routers' last logits)."""
-    model = moe_lm(k=k)
-    seen = []
-    for block in model.blocks:
-        router = nn.Linear(64, 8)
-        with torch.no_grad():
-            router.weight.copy_(block.mlp.router.weight)
-            router.bias.copy_(torch.tensor([3.0, 3.0, 0, 0, 0, 0, 0, 0]))
-        router.register_forward_hook(lambda module, args, logits: seen.append(logits))
-        block.mlp.router = router
-    model.to(sb.device())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loads, losses = [], []
-    for step in range(steps):
-        seen.clear()
-        tokens, targets = (t.to(sb.device()) for t in counting_batch(step))
-        loss = token_loss(model(tokens), targets)
-        balance = sum(load_balancing_loss(z, route_top_k(z, k)[1]) for z in seen) / len(seen)
-        optimizer.zero_grad()
-        (loss + alpha * balance).backward()
-        optimizer.step()
-        load = torch.bincount(route_top_k(seen[0], k)[1].flatten(), minlength=8)  # [E]
-        loads.append((load.max() / load.float().mean()).item())
-        losses.append(loss.item())
-    return loads, losses, seen[0].detach().cpu()
-
-
-without, with_loss = with_favourites(alpha=0.0), with_favourites(alpha=0.1)
+without, with_loss = train_with_favourites(), train_with_favourites(alpha=0.1)
+with_bias = train_with_favourites(speed=0.05)
 print("without: the two favourites keep over 3x the mean load:", without[0][-1] > 3)
 print("with the balance loss: below 2.2x:", with_loss[0][-1] < 2.2)
-print("both models learn:", without[1][-1] < 1 and with_loss[1][-1] < 1)
+print("with the bias: below 2.2x:", sum(with_bias[0][-5:]) / 5 < 2.2)
+print("all three models learn:", max(way[1][-1] for way in (without, with_loss, with_bias)) < 1)
 
 # %%
 fig, axes = plot.figure(9, 3, columns=2)
-for (loads, losses, _), label in ((without, "without"), (with_loss, "0.1 x balance loss")):
+ways = {"without": without, "0.1 x balance loss": with_loss, "sigmoid and bias": with_bias}
+for label, (loads, losses, _) in ways.items():
     axes[0].plot(loads, label=label)
     axes[1].plot(losses, label=label)
 axes[0].set(
@@ -170,7 +173,7 @@ axes[0].set(
 )
 axes[0].axhline(1, color=plot.COLOURS[7], linewidth=0.8)
 axes[1].set(xlabel="step", ylabel="loss of the tokens", ylim=(0, None), title="The model learns")
-axes[0].legend()
+axes[1].legend()
 plt.show()
 
 # %% [markdown]
@@ -181,11 +184,21 @@ plt.show()
 # Where several ranks compute the balance loss, each counts its own tokens. The mean of the ranks'
 # losses is not the loss of all tokens: it asks every rank's batch to be balanced by itself, more than
 # you need. Sum the counts over the ranks (one all-reduce of E integers) to ask for balance of the
-# whole batch (arXiv 2501.11873). Another way balances without a loss (arXiv 2408.15664): each expert
-# has a bias that takes part in the choice of the k largest and not in the weights, and is nudged up or
-# down after every step by the expert's load. DeepSeek-V3 (2412.19437) adds it to the score *after* the
-# sigmoid, not to the logit, and keeps a small balance loss within each sequence beside it.
+# whole batch (arXiv 2501.11873). The bias's loads want the same sum.
 #
+# One more loss, for another fault: softmax doesn't change if a constant is added to all logits, so
+# nothing keeps them small, and in 16 bits large logits are coarse. The **z-loss** is the mean of
+# `log(sum(exp(logits)))²` (arXiv 2202.08906). The same logits, moved by a constant:
+
+# %%
+logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(4))
+exact = logits.softmax(-1)
+for shift in (0.0, 10.0, 100.0):
+    off = ((logits + shift).bfloat16().softmax(-1).float() - exact).abs().max()
+    print(f"moved by {shift:5.0f}: z-loss {router_z_loss(logits + shift):8.0f}, ", end="")
+    print(f"probabilities of bf16 logits off by up to {off:.2f}")
+
+# %% [markdown]
 # ## Capacity
 #
 # Static shapes, or a bound on memory, want a limit: an expert takes
@@ -335,6 +348,102 @@ print(f"a layer of DeepSeek-V3: weights are {deepseek:.0f} times the tokens of a
 # Tokens win as long as the experts of a layer are larger than what its tokens need; the tokens of a
 # rank are a matter of batch size, the experts are a matter of the model.
 #
+# ## Fine-grained and shared experts, and a row per rank
+#
+# DeepSeekMoE (arXiv 2401.06066) cuts experts finer: four times as many, a quarter as wide, four times
+# the k. A token meets as many parameters and has more sets of experts to choose from. A **shared** expert
+# takes every token beside the chosen ones, and needs no router and no all-to-all. transformers knows
+# DeepSeek-V3's numbers:
+
+# %%
+import warnings
+
+warnings.filterwarnings("ignore", message="IProgress")  # no progress bars are needed here
+
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+
+for experts, k, width in ((8, 2, 128), (32, 8, 32)):
+    moe = moe_lm(experts, k, width).blocks[0].mlp
+    each = sum(p.numel() for p in moe.experts[0].parameters())
+    print(
+        f"{experts:2} experts of width {width:3}: a token meets {k * each:,} parameters, ", end=""
+    )
+    print(f"{math.comb(experts, k):>10,} sets of {k}")
+v3 = DeepseekV3Config()
+print(f"DeepSeek-V3: {v3.n_routed_experts} routed experts, k = {v3.num_experts_per_tok}, ", end="")
+print(f"{v3.n_shared_experts} shared, of width {v3.moe_intermediate_size}")
+
+# %% [markdown]
+# With k = 8 on 4 ranks, some of a token's experts share a rank, and `dispatch` sends the same row
+# there several times. Send it **once per rank** instead, with its weights and choices beside it, and let
+# that rank add up what its experts give before the one row goes home (`once_per_rank`: it uses
+# `dispatch` with ranks in the place of experts). What share of the bytes of rows is left, at most?
+
+# %% predict="at_most"
+at_most = 4 / 8  # min(k, P) rows per token instead of k
+
+
+# %%
+def rows_per_token():
+    """(rows sent per token, largest difference of the outputs) for both ways."""
+    moe = moe_lm(32, k=8, hidden=32).blocks[0].mlp.to(sb.device())
+    layer = ExpertParallelMoE(moe.router, list(moe.experts), moe.k)
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(dist.get_rank())).to(sb.device())
+    outputs, sent = [], []
+    for way in (layer, lambda x: once_per_rank(layer, x)):
+        with calls.record() as log:
+            outputs.append(way(x))
+        rows = sum(c.nbytes for c in log if c.dtype.is_floating_point and c.shape[-1] == D)
+        sent.append(rows)
+    return sent, (outputs[0] - outputs[1]).abs().max().item()
+
+
+values = sb.run(rows_per_token, world_size=4).values
+each, once = (sum(sent[i] for sent, _ in values) for i in (0, 1))
+print(f"bytes of rows per expert {each:,}, per rank {once:,}: {once / each:.2f} of them")
+print("within the bound:", once / each <= at_most, "  equal:", max(e for _, e in values) < 1e-5)
+
+# %% [markdown]
+# DeepSeek-V3 does the same with hosts: a token goes once to each of at most 4, and from there on
+# to their ranks.
+#
+# ## The experts of a rank as one product
+#
+# A rank's experts are many small matrix products of uneven sizes. A loop launches two kernels per
+# expert. `torch.bmm` needs equal sizes, so rows are padded to those of the fullest expert.
+# `torch.nn.functional.grouped_mm` takes the rows as they lie and the place where each expert's end.
+
+# %%
+generator = torch.Generator().manual_seed(0)
+load = torch.rand(64, generator=generator).square()  # uneven
+counts = (load * 2048 / load.sum()).int().tolist()
+rows = torch.randn(sum(counts), 64, generator=generator)
+up, down = (torch.randn(64, *s, generator=generator) / 8 for s in ((64, 32), (32, 64)))
+wanted = one_by_one(rows, counts, up, down)
+for way in (padded, grouped):
+    print(
+        f"{way.__name__:7} equals the loop:",
+        torch.allclose(way(rows, counts, up, down), wanted, atol=1e-4),
+    )
+print(f"rows {sum(counts)}, padded to {max(counts) * len(counts)}")
+assert max(counts) * len(counts) > 2 * sum(counts), "padding more than doubles the work"
+
+# %% tags=["nbval-ignore-output"]
+best = {}
+for way in (one_by_one, padded, grouped):
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        way(rows, counts, up, down)
+        times.append(time.perf_counter() - start)
+    best[way] = min(times)
+    print(f"{way.__name__:10} {1000 * min(times):6.2f} ms on this machine's CPU")
+assert best[grouped] < best[padded], "three times as many rows take longer"
+
+# %% [markdown]
+# Padding costs what it adds, even on a CPU. On an accelerator each small product of the loop is also a
+# launch that fills a part of the device, and the grouped kernel is one launch.
+#
 # ## Does it train?
 #
 # The same model, the same batches: one process with the batch of four sequences, then four ranks with
@@ -470,10 +579,6 @@ sb.run(hot_or_not, 0.5, world_size=4, trace=True).trace
 
 
 # %%
-import warnings
-
-warnings.filterwarnings("ignore", message="IProgress")  # no progress bars are needed here
-
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import (
     MixtralSparseMoeBlock,
@@ -617,9 +722,9 @@ for skip in (True, False):
 # - **CUDA/NCCL**: an all-to-all is sends and receives in one group, and the counts make the host wait
 #   in the same way. (Ours waits about six times in `dispatch`: each `int(...)`, each `.tolist()` and
 #   the `repeat_interleave` is one. Reading all counts at once would make it one.) DeepEP has kernels of its own; its low-latency ones, for decoding, do
-#   without the wait: every receiver keeps room for the most that may come.
-# - **Many small products**: E/P experts of uneven sizes are one grouped product
-#   (`torch.nn.functional.grouped_mm`, `npu_grouped_matmul`), not a loop.
+#   without the wait: every receiver keeps room for the most that may come. Its second version has one
+#   interface for both, and can use the counts of an earlier call again where the choices stay.
+# - **Many small products**: the grouped product above is `npu_grouped_matmul` on an NPU.
 # - **Overlap**: `dispatch` of one micro-batch beside the experts of another, as Domino does in
 #   chapter 22; a shared expert that every token visits can run while rows travel.
 #
@@ -637,7 +742,7 @@ for skip in (True, False):
 for name, share in (("Mixtral 8x7B", 13 / 47), ("DeepSeek-V3", 37 / 671)):
     print(f"{name:20} {share:.3f}")
 for num_experts in (8, 32):
-    _, total, met = sb.run(held, num_experts, False, world_size=1).values[0]
+    _, total, met = held(num_experts, False)
     print(f"ours, {num_experts:2} experts     {met / total:.3f}")
 
 # %% [markdown]

@@ -32,10 +32,11 @@ def load_balancing_loss(logits: Tensor, experts: Tensor) -> Tensor:
     """E * sum over experts of f_e * p_e (Switch Transformer, arXiv 2101.03961), a scalar.
 
     f_e is the share of the T k choices that went to expert e (it carries no gradient), p_e the
-    mean router probability. 1.0 at perfect balance for any k.
+    mean router probability. 1.0 at perfect balance for any k. A dropped choice, -1, counts as one
+    of the T k and for no expert.
     """
     num_experts = logits.shape[-1]
-    counts = torch.bincount(experts.flatten().clamp(min=0), minlength=num_experts)
+    counts = torch.bincount(experts.flatten() + 1, minlength=num_experts + 1)[1:]  # [E], without -1
     share = counts.to(logits.dtype) / experts.numel()  # [E]
     return num_experts * (share * logits.softmax(dim=-1).mean(dim=0)).sum()
 

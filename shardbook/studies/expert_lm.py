@@ -15,10 +15,11 @@ class MoE(nn.Module):
     def __init__(self, router: nn.Module, experts: list[nn.Module], k: int):
         super().__init__()
         self.router, self.experts, self.k = router, nn.ModuleList(experts), k
+        self.route = route_top_k  # (logits [T, E], k) -> weights and experts [T, k]
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])  # [T, D]
-        weights, chosen = route_top_k(self.router(tokens), self.k)  # [T, k]
+        weights, chosen = self.route(self.router(tokens), self.k)  # [T, k]
         out = torch.zeros_like(tokens)
         for e, expert in enumerate(self.experts):
             token, choice = (chosen == e).nonzero(as_tuple=True)
