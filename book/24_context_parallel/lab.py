@@ -330,9 +330,17 @@ plt.show()
 # %% [markdown]
 # ### A trace to read
 #
-# One step of attention forward and backward, on four ranks. Only messages are in the picture. How
-# many rounds does K make, how many dK? How many bytes has a message of each? Replace `ring_attention`
-# by your zigzag and look again: the messages are the same, only what is computed between them moves.
+# One step of your attention forward and backward, on four ranks; "block" and "block backward" are
+# what a rank computes between messages. How many rounds does K make, how many dK? How many bytes has
+# a message of each? For which rank does nobody have to wait? Replace `ring_attention` by your zigzag
+# and look again: the messages are the same, only what is computed between them moves.
+#
+# <details><summary>Answers</summary>
+#
+# K makes three rounds forward and three backward, dK four. A message is 1 x 4 x 256 x 16 x 4 = 65,536
+# bytes. Rank r computes r+1 blocks each way: rank 0 has one, passes on what it gets at once, and
+# nobody waits for it.
+# </details>
 
 
 # %% tags=["nbval-ignore-output"]

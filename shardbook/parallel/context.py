@@ -7,6 +7,8 @@ Shapes are [B, H, S, D], S being one rank's part of the sequence. k and v may ha
 import torch
 from torch import Tensor
 
+from ..tracing.record import mark
+
 
 def shard_positions(seq_len: int, world_size: int, rank: int, zigzag: bool = False) -> Tensor:
     """The positions [S/P] in the whole sequence that this rank holds, in its order (int64)."""
@@ -51,6 +53,7 @@ def merge_attention(
     return out.to(out_a.dtype), torch.where(nothing, -torch.inf, lse)
 
 
+@mark("block")
 def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Some queries against some keys: out [B, H, S, D] in fp32 and lse [B, H, S].
 
@@ -63,6 +66,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tens
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
+@mark("block backward")
 def block_attention_backward(
     grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

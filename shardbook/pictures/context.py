@@ -76,7 +76,12 @@ def _square(ax: Axes, x: float, y: float, half: bool, colour: str, step: int) ->
     shape.set(facecolor=colour, edgecolor="white", linewidth=0.8)
     ax.add_patch(shape)
     at = (x + 0.3, y + 0.72) if half else (x + 0.5, y + 0.52)
-    ax.text(*at, str(step), ha="center", va="center", fontsize=7, color="white")
+    ax.text(*at, str(step), ha="center", va="center", fontsize=7, color=_ink(colour))
+
+
+def _ink(colour: str) -> str:
+    """Black on all but the dark blue of the palette."""
+    return "white" if colour == plot.COLOURS[0] else "black"
 
 
 def draw_ulysses(ranks: int = 4, heads: int = 8) -> Figure:
@@ -87,8 +92,9 @@ def draw_ulysses(ranks: int = 4, heads: int = 8) -> Figure:
         colour = plot.COLOURS[r]
         left.add_patch(Rectangle((0, r / ranks), 1, 1 / ranks, color=colour, lw=0))
         right.add_patch(Rectangle((r / ranks, 0), 1 / ranks, 1, color=colour, lw=0))
-        left.text(0.5, (r + 0.5) / ranks, f"rank {r}", ha="center", va="center", color="white")
-        right.text((r + 0.5) / ranks, 0.62, f"rank {r}", ha="center", va="center", color="white")
+        style = {"ha": "center", "va": "center", "color": _ink(colour)}
+        left.text(0.5, (r + 0.5) / ranks, f"rank {r}", **style)
+        right.text((r + 0.5) / ranks, 0.62, f"rank {r}", **style)
     for ax, title in (
         (left, "everywhere else: a part of the\nsequence, all heads"),
         (right, "inside attention: the whole\nsequence, some heads"),
