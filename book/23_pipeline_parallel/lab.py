@@ -228,10 +228,9 @@ def timed_step(schedule):
     return clock.kernels
 
 
+# %% tags=["nbval-ignore-output"]
 timeline = in_order(sb.run(timed_step, one_f_one_b(4, 8), world_size=4).values)
 sb.predict("bubble (virtual)", predicted, idle_share(timeline))
-
-# %% tags=["nbval-ignore-output"]
 virtual_trace(timeline, "your 1F1B on four real ranks")
 
 # %% [markdown]
