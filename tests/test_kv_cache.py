@@ -18,6 +18,8 @@ from shardbook.attention.cache import (
     kv_cache_bytes,
     sliding_window_append,
 )
+from shardbook.attention.counting import largest_tensor
+from shardbook.attention.ring_cache import RingCache
 from shardbook.basics.tiny import rotate, tiny_lm
 from shardbook.memory import storage_bytes
 from shardbook.studies.cached_lm import (
@@ -136,6 +138,29 @@ def test_cached_attention_equals_sdpa_of_each_row(rows, new, head_counts):
         )  # fmt: skip
         # values of size 10, summed in another order
         assert torch.allclose(got[b : b + 1], want, atol=2e-5, rtol=1e-5)
+
+
+def test_many_queries_make_no_matrix():
+    q, k = draw(1, 2, 300, 4, seed=1), draw(1, 1, 400, 4, seed=2)
+    lengths = torch.tensor([400])
+    assert largest_tensor(lambda: cached_attention(q, k, k, lengths, 100)) < 300 * 400
+    mask = torch.ones(300, 400, dtype=torch.bool).tril(100)
+    want = F.scaled_dot_product_attention(q, k, k, attn_mask=mask, enable_gqa=True)
+    assert torch.allclose(cached_attention(q, k, k, lengths, 100), want, atol=1e-5)
+
+
+@FEW
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(1, 7))
+def test_a_ring_attends_as_the_window_in_order(chunks, window):
+    ring, cache = RingCache(2, 1, window, 4), KVCache(2, 1, window, 4)
+    for step, new in enumerate(chunks):
+        k, v = draw(2, 1, new, 4, seed=step), draw(2, 1, new, 4, seed=step + 50)
+        keys, values, valid = ring.append(k, v)
+        ordered = sliding_window_append(cache, k, v, window)
+        q = draw(2, 3, 1, 4, seed=99)
+        want = cached_attention(q, *ordered, cache.length, cache.length - 1)
+        assert torch.allclose(cached_attention(q, keys, values, valid, valid - 1), want, atol=1e-5)
+    assert ring.length.tolist() == [sum(chunks)] * 2
 
 
 # Whole models.

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardbook import plot
+from shardbook.attention.cache import BLOCK
 from shardbook.pictures.cache import draw_cache
 from shardbook.studies.cached_lm import CachedLM, generate_without_cache
 from shardbook.checks import kv_cache as check
@@ -112,6 +113,10 @@ sb.predict("bytes of keys and values", predicted, held)
 # q is [B, H, S, D]; keys and values [B, Hkv, T, D] are what `append` returned, `lengths` [B] are the
 # valid ones of each row, `offset` (a number or [B]) is the position of a row's first new query.
 # Query i stands at `offset + i` and sees the valid keys up to there. Scores are scaled by `D^-0.5`.
+#
+# Attention into an *empty* cache goes through the fused kernel; yours gets the few queries that come
+# after. Where there are more than `BLOCK` (64) at once the reference takes them in parts, so that no
+# S x T matrix is made.
 #
 # <details><summary>Hint 1</summary>
 #
@@ -324,7 +329,7 @@ def held_tokens(window, tokens=24):
 
 held, last = held_tokens(8)
 print("after token 23 the window holds", last)
-plot.curves({"window of 8": held}, "token", "tokens held a row")
+plot.curves({"window of 8": held}, "token", "tokens held per row")
 plt.show()
 
 # %% [markdown]
@@ -360,7 +365,7 @@ check.decode_intensity(decode_intensity)
 
 # %%
 sizes = (8.03e9, 32, 32, 8, 128, 4096)
-sb.predict("FLOPs a byte at most", limit, round(decode_intensity(*sizes, 10**6, 2)))
+sb.predict("FLOPs per byte at most", limit, round(decode_intensity(*sizes, 10**6, 2)))
 batches = (1, 4, 16, 64, 256, 1024)
 print({b: round(decode_intensity(*sizes, b, 2), 1) for b in batches})
 print(f"{kv_cache_bytes(32, 8, 128, 4096, 64, 2) / 2**30:.0f} GiB of cache for 64 rows")

@@ -35,6 +35,10 @@ from shardbook.attention.cache import (
     kv_cache_bytes,
     sliding_window_append,
 )
+from shardbook.attention.counting import operator_traffic
+from shardbook.attention.flash import flash_attention_forward
+from shardbook.attention.ring_cache import RingCache
+from shardbook.parallel.context import merge_attention
 from shardbook.pictures.cache import draw_cache
 from shardbook.studies.cached_lm import CachedLM, generate_without_cache, tensor_parallel_cached
 from shardbook.pictures.attention import DEVICES, draw_roofline
@@ -161,37 +165,39 @@ sb.predict("FLOPs of a decode step", predicted, counter.get_total_flops())
 # %% [markdown]
 # ### The trace, side by side
 #
-# Two ranks say the same text after the same prompt of 192 tokens. Rank 0 has a cache, rank 1 has
-# none. Find the prefill, and compare a decode step with what rank 1 does for the same token. Compare
-# the *steps*: only three follow the prefill, and rank 0 may well finish last, since its prefill goes
-# through `cached_attention`, which makes the whole S x T matrix in fp32 (chapter 31 says why that is a
-# bad idea; it is good enough for one query).
+# Two ranks say the same text after the same prompt of 192 tokens. Rank 0 has a cache, rank 1 has none.
+# Their first slices are alike: prefill attends through the fused kernel as a run without a cache does.
+# Then come 24 tokens. Compare a decode step with what rank 1 does for the same token, and see when each
+# is finished.
 
 
 # %% tags=["nbval-ignore-output"]
+@torch.no_grad()
 def talk(weights):
     lm = tiny_lm(num_kv_heads=2).to(sb.device())
     lm.load_state_dict(weights)
-    model = CachedLM(lm)
-    tokens = text(3, 2, 192).repeat(2, 1).to(sb.device())
-    with torch.no_grad():
-        model(tokens[:, :8], model.new_cache(2, 8)), model(tokens)  # first calls are slow
-        dist.barrier()
-        with sb.trace(model) as t:
-            cache = model.new_cache(2, 200) if dist.get_rank() == 0 else None
-            with sb.mark("prefill" if cache else "192 tokens"):
-                token = model(tokens, cache)[:, -1:].argmax(-1)
-            for _ in range(3):
-                tokens = torch.cat((tokens, token), 1)
-                with sb.mark("decode" if cache else f"{tokens.shape[1]} tokens"):
-                    token = model(token if cache else tokens, cache)[:, -1:].argmax(-1)
-    return t
+    model, cached = CachedLM(lm), dist.get_rank() == 0
+    tokens = text(3, 2, 192).repeat(6, 1).to(sb.device())
+    model(tokens[:, :8], model.new_cache(6, 8)), model(tokens)  # first calls are slow
+    dist.barrier()
+    start = time.perf_counter()
+    with sb.trace() as t:
+        cache = model.new_cache(6, 220) if cached else None
+        with sb.mark("prefill" if cached else "192 tokens"):
+            token = model(tokens, cache)[:, -1:].argmax(-1)
+        for _ in range(24):
+            tokens = torch.cat((tokens, token), 1)
+            with sb.mark("decode" if cached else f"{tokens.shape[1]} tokens"):
+                token = model(token if cached else tokens, cache)[:, -1:].argmax(-1)
+    return t, tokens.cpu(), time.perf_counter() - start
 
 
 from shardbook.tracing import merge
 
 state = {name: p.cpu() for name, p in lm.state_dict().items()}
-merge(sb.run(talk, state, world_size=2).values, title="rank 0 with a cache, rank 1 without")
+(trace0, said0, took0), (trace1, said1, took1) = sb.run(talk, state, world_size=2).values
+assert torch.equal(said0, said1) and took0 < took1
+merge([trace0, trace1], title="rank 0 with a cache, rank 1 without")
 
 # %% [markdown]
 # ### How fast?
@@ -224,8 +230,8 @@ fig, (ax,) = plot.figure(7, 3.2)
 for (with_cache, times), colour in zip(measured.items(), plot.COLOURS, strict=False):
     name = "with the cache" if with_cache else "without"
     ax.loglog(lengths, [4 / t for t in times], "o-", label=name, color=colour)
-    print(f"{name:15}", [f"{4 / t:,.0f}" for t in times], "tokens a second after", lengths)
-ax.set(xlabel="tokens so far", ylabel="tokens a second")
+    print(f"{name:15}", [f"{4 / t:,.0f}" for t in times], "tokens per second after", lengths)
+ax.set(xlabel="tokens so far", ylabel="tokens per second")
 ax.set_xticks(lengths, lengths)
 ax.minorticks_off()
 ax.legend()
@@ -390,13 +396,31 @@ shapes = {  # layers, kv heads, head size
 for name, (layers, kv_heads, head_dim) in shapes.items():
     token = kv_cache_bytes(layers, kv_heads, head_dim, 1, 1, 2)
     row = kv_cache_bytes(layers, kv_heads, head_dim, 8192, 1, 2)
-    print(f"{name:12} {token // 1024:4} KiB a token, {row / 2**30:.1f} GiB for 8,192 tokens")
+    print(f"{name:12} {token // 1024:4} KiB per token, {row / 2**30:.1f} GiB for 8,192 tokens")
 
 # %% [markdown]
 # Grouped queries (arXiv 2305.13245) divide by `H / Hkv`, which is 4 from the first line to the
 # second. Head h reads kv head `h // (H / Hkv)`: neighbours share. Read with `h % Hkv` instead, all
 # shapes fit and the text is noise.
 #
+# How far can the heads be shared? DeepSeek-V2 caches no heads at all: one latent vector of d_c = 4 d
+# numbers per token and layer, from which all keys and values are computed, and d / 2 for the rotated
+# part of the key, which all heads share (MLA, arXiv 2405.04434). Its sizes: 60 layers, 128 heads of 128.
+
+# %%
+layers, heads, d = 60, 128, 128
+numbers = {
+    "MHA, 128 kv heads": 2 * heads * d,
+    "GQA, 8 kv heads": 2 * 8 * d,
+    "MLA, 4 d + d / 2": 4 * d + d // 2,
+    "MQA, 1 kv head": 2 * d,
+}
+for name, n in numbers.items():
+    print(
+        f"{name:18} {n * layers * 2 / 1024:7.1f} KiB per token in bf16, as {n / (2 * d):6.2f} kv heads"
+    )
+
+# %% [markdown]
 # ### A window
 #
 # If a layer attends to the last W tokens only, older ones need no room: the cache holds W positions
@@ -426,18 +450,65 @@ for i in range(N):
         held[name].append(int(c.length[0]))
 print("equals attention with a band mask within 1e-5:", worst < 1e-5)
 print("tokens held after 30:", {name: h[-1] for name, h in held.items()})
-plot.curves(held, "token", "tokens held a row")
+plot.curves(held, "token", "tokens held per row")
 plt.show()
 
 # %% [markdown]
-# Ours keeps the window in order and so moves all W entries at each token. Mistral's writes position i
-# to slot i mod W and moves nothing: attention does not care in which order keys lie, since each
-# carries its position. In order is easier to check, and to read.
-#
+# Ours keeps the window in order, which is easy to check and to read, and so moves all W entries at each
+# token. Mistral's rolling buffer writes position i to slot i mod W and moves nothing (arXiv 2310.06825):
+# attention does not care in which order keys lie, since each carries its position. Elements read and
+# written for one more token in a window of 4,096 (one layer, 2 kv heads of 16), and the same output:
+
+# %%
+big = torch.randn(1, 2, 4100, 16, generator=torch.Generator().manual_seed(3)).to(sb.device())
+ordered, ring = (
+    KVCache(1, 2, 4096, 16, device=sb.device()),
+    RingCache(1, 2, 4096, 16, device=sb.device()),
+)
+sliding_window_append(ordered, big[:, :, :-1], big[:, :, :-1], 4096)
+ring.append(big[:, :, :-1], big[:, :, :-1])
+last = big[:, :, -1:]
+moved = {  # beside the new token's own write, which is in place in both
+    "in order": operator_traffic(lambda: sliding_window_append(ordered, last, last, 4096)),
+    "ring": operator_traffic(lambda: ring.append(last, last)),
+}
+print("the ring moves less than a thousandth:", moved["ring"] < moved["in order"] / 1000)
+print(f"in order: at least 4 x 4,096 x 2 x 16 elements: {moved['in order'] >= 4 * 4096 * 2 * 16}")
+q, full = last.repeat(1, 2, 1, 1), torch.tensor([4096]).to(sb.device())
+a, b = (cached_attention(q, c.keys, c.values, full, 4095) for c in (ordered, ring))
+print("the same output:", bool((a - b).abs().max() < 1e-5))
+
+# %% [markdown]
 # Two things to mind. A key is kept as it was rotated, with its true position, while its place in the
 # window moves: the position of a new token is not the cache's length any more, somebody has to
 # count. And a *chunk* of several queries sees with its first query keys that its last one pushes
 # out: prefill attends with the mask first and fills the window after.
+#
+# ### Attention sinks
+#
+# A window forgets the first tokens, and large models break when it does. Their softmax has to put its
+# weight somewhere, and where no key fits it goes to the first tokens, which every query has seen; keep
+# the keys of four of them beside the window and the model goes on (arXiv 2309.17453). Our model is too
+# small and too briefly trained to count on such a sink, so here is a *constructed* one: key 0 has a
+# large score and a value of zero, which is how a head says "nothing".
+
+# %%
+scores = torch.cat((torch.tensor([4.0]), torch.zeros(15)))  # the sink, and keys that don't matter
+values = torch.cat((torch.zeros(1, 1), torch.ones(15, 1)))
+kept = {
+    "all 16 keys": range(16),
+    "window of 8": range(8, 16),
+    "sink and window of 7": [0, *range(9, 16)],
+}
+for name, keys in kept.items():
+    keys = list(keys)
+    weights = scores[keys].softmax(0)
+    out = (weights @ values[keys]).item()
+    print(f"{name:21} weight of key 0: {weights[0] if 0 in keys else 0:.2f}, output {out:.2f}")
+
+# %% [markdown]
+# The window makes a loud head out of a silent one: its output is several times as large, though the
+# forgotten value was zero. With the sink the head stays quiet.
 #
 # ## Why decoding waits for memory
 #
@@ -450,15 +521,15 @@ plt.show()
 layers, heads, kv_heads, head_dim, N, S = 32, 32, 8, 128, 8.03e9, 4096
 intensity = partial(decode_intensity, N, layers, heads, kv_heads, head_dim)
 for batch in (1, 8, 64, 512, 4096):
-    print(f"{batch:5} rows: {intensity(S, batch, 2):5.1f} FLOPs a byte")
+    print(f"{batch:5} rows: {intensity(S, batch, 2):5.1f} FLOPs per byte")
 cache_only = 4 * heads / (2 * kv_heads * 2)
-print(f"scores and weighted sums alone, any batch: {cache_only:.1f} FLOPs a byte")
+print(f"scores and weighted sums alone, any batch: {cache_only:.1f} FLOPs per byte")
 
 # %%
 prefill = (2 * N * S + 2 * layers * heads * head_dim * S**2) / (
     2 * N + kv_cache_bytes(layers, kv_heads, head_dim, S, 1, 2)
 )
-fig = draw_roofline(
+draw_roofline(
     {
         "decode, 1 row": intensity(S, 1, 2),
         "decode, 64 rows": intensity(S, 64, 2),
@@ -466,7 +537,6 @@ fig = draw_roofline(
         "prefill of 4,096": prefill,
     }
 )
-fig.axes[0].legend(fontsize=8, loc="upper left")
 plt.show()
 
 # %% [markdown]
@@ -483,8 +553,33 @@ step_bytes = 2 * N + kv_cache_bytes(layers, kv_heads, head_dim, S, 1, 2)
 for name, (peak, bandwidth) in DEVICES.items():
     corner = peak / bandwidth
     print(
-        f"{name:13} corner {corner:4.0f} FLOPs a byte, at most {bandwidth * 1e12 / step_bytes:4.0f} tokens a second"
+        f"{name:13} corner {corner:4.0f} FLOPs per byte, at most {bandwidth * 1e12 / step_bytes:4.0f} tokens per second"
     )
+
+# %% [markdown]
+# ### One query, many cores: split the keys
+#
+# A decode step has one query per head, so tiles of queries give a device with a hundred cores nothing to
+# share. But the keys can be cut: each core takes a part and gives its output and log-sum-exp, and
+# chapter 24's merge adds them up (Flash-Decoding). The same ten lines serve ranks that hold parts of
+# one long row.
+
+
+# %%
+def split_decode(q, keys, values, parts):
+    """q [B, H, 1, d] against keys in `parts` parts, each as a core would see it."""
+    merged = None
+    for k, v in zip(keys.chunk(parts, 2), values.chunk(parts, 2), strict=True):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        part = flash_attention_forward(q, k, v)  # out [B, H, 1, d], lse [B, H, 1]
+        merged = part if merged is None else merge_attention(*merged, *part)
+    return merged[0]
+
+
+whole = cached_attention(q, ring.keys, ring.values, full, 4095)
+for parts in (1, 4, 16):
+    error = (split_decode(q, ring.keys, ring.values, parts) - whole).abs().max()
+    print(f"{parts:2} parts: within 1e-5 of all keys at once: {bool(error < 1e-5)}")
 
 # %% [markdown]
 # ## Decoding on several ranks
@@ -572,6 +667,14 @@ print(kv_cache_bytes(40, 40, 128, 1, 1, 2) // 1024, "KiB")
 #   the middle of the others.
 # - **Speculation.** The truncation above, with a small model that guesses and a rule that keeps the
 #   distribution of the large one.
+#
+# <details><summary>Questions, answered</summary>
+#
+# - *Why are queries not cached?* No later token asks for them: a query serves its own position only.
+# - *Why truncate after a left-padded prefill?* The padding's keys are in the cache, behind the row's end;
+#   with its own length a row neither sees them nor counts them.
+# - *Why does a larger batch not always help?* It shares the weights' bytes, never the cache's.
+# </details>
 #
 # First write the cache itself: [the lab](../labs/32_kv_cache.ipynb). Then
 # [chapter 43](43_diffusion.ipynb) trains a diffusion transformer.

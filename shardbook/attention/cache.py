@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+BLOCK = 64  # queries that cached_attention takes at once
+
 
 class KVCache:
     """Room for [B, Hkv, max_len, D] keys and values; `length` [B] says how much of it is used."""
@@ -79,13 +81,18 @@ def cached_attention(
 
     keys, values [B, Hkv, T, D] as append returned them, lengths [B] the valid keys of a row after
     the append, offset (int or [B]) the position of the row's first new query. Query i of a row
-    sees the valid keys at positions up to offset + i; one that sees none gives 0.
+    sees the valid keys at positions up to offset + i; one that sees none gives 0. Many queries go
+    through in parts of BLOCK, so that the scores are [B, H, BLOCK, T], never [B, H, S, T].
     """
     heads, kv_heads = q.shape[1], keys.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide by {kv_heads} kv heads")
     new, total = q.shape[2], keys.shape[2]
     offset = torch.as_tensor(offset, device=q.device).expand(q.shape[0])  # [B]
+    if new > BLOCK:
+        parts = enumerate(q.split(BLOCK, dim=2))
+        outs = [cached_attention(x, keys, values, lengths, offset + n * BLOCK) for n, x in parts]
+        return torch.cat(outs, dim=2)
     at = offset[:, None] + torch.arange(new, device=q.device)  # [B, S]
     key_at = torch.arange(total, device=q.device)  # [T]
     sees = (key_at <= at[..., None]) & (key_at < lengths[:, None, None])  # [B, S, T]
@@ -152,7 +159,7 @@ def decode_intensity(
     num_params: int, layers: int, heads: int, kv_heads: int, head_dim: int,
     seq_len: int, batch: int, bytes_per_value: int,
 ) -> float:  # fmt: skip
-    """FLOPs a byte of one decode step: what it computes over what it must read.
+    """FLOPs per byte of one decode step: what it computes over what it must read.
 
     (2 num_params B + 4 L H D S B) over the bytes of the parameters and of the cache.
     """

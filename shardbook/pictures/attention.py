@@ -80,5 +80,5 @@ def draw_roofline(workloads: dict[str, float]) -> Figure:
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
         )  # fmt: skip
     ax.set(xlabel="FLOPs per byte", ylabel="attainable TFLOP/s (bf16)", ylim=(0.1, 2_000))
-    ax.legend(fontsize=8, loc="lower right", framealpha=1.0, frameon=True)
+    ax.legend(fontsize=8, loc="upper left", framealpha=1.0, frameon=True)
     return fig

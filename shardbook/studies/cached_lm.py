@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..attention import attend
 from ..attention.cache import KVCache, cached_attention
 from ..basics.tiny import Attention, TinyLM, rotate
 from ..parallel.tensor import Group, ParallelAttention
@@ -46,8 +47,9 @@ def heads(attn: Attention | ParallelAttention, x: Tensor) -> tuple[Tensor, Tenso
 class CachedLM(nn.Module):
     """tokens [B, S] -> logits [B, S, V]; with a cache the tokens stand behind what it holds.
 
-    Without a cache it is the model itself. `make_cache` and `attend` are the lab's places for its
-    own KVCache and cached_attention.
+    Without a cache it is the model itself. Into an empty cache the new tokens attend to themselves
+    alone, so prefill goes through the fused `attend` and no S x T matrix is made. `make_cache` and
+    `attend` are the lab's places for its own KVCache and cached_attention.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class CachedLM(nn.Module):
         if cache is None:
             return self.model(tokens)
         offset = cache.length.clone()  # [B], before the first layer appends
+        prefill = not bool(offset.any())  # nothing is cached yet
         new = torch.arange(tokens.shape[1], device=tokens.device)  # [S]
         positions = offset[:, None] + new  # [B, S]: every row has its own
         x = self.model.embed(tokens)  # [B, S, D]
@@ -82,7 +85,11 @@ class CachedLM(nn.Module):
             q, k, v = heads(block.attn, block.norm1(x))
             # keys are kept rotated: a token's position never changes
             keys, values = layer.append(rotate(k, positions), v)  # [B, Hkv, T, d]
-            y = self.attend(rotate(q, positions), keys, values, layer.length, offset)
+            q = rotate(q, positions)
+            if prefill and tokens.shape[1] > 1:
+                y = attend(q, keys, values, causal=True)
+            else:
+                y = self.attend(q, keys, values, layer.length, offset)
             x = x + block.attn.out(y.transpose(1, 2).flatten(2))
             x = x + block.mlp(block.norm2(x))
         return self.model.head(self.model.norm(x))  # [B, S, V]
