@@ -47,6 +47,11 @@ def draw(*shape, seed=0):
 # `m` starts at -inf. A block whose scores are all -inf (masked) leaves it there, and
 # `-inf - -inf` is nan: pass such a block over.
 # </details>
+# <details><summary>Hint 3</summary>
+#
+# Per block: `m_new = max(m, s.max())`, `old = exp(m - m_new)`, `p = exp(s - m_new)`; then the sum becomes
+# `total * old + p.sum()` and the output `out * old + p @ v`. At the end divide, and `lse = m + log(total)`.
+# </details>
 
 # %% exercise="shardbook.attention.flash.online_softmax_dot"
 
@@ -176,10 +181,17 @@ check.flash_attention_backward(flash_attention_backward)
 #
 # Put your two functions into a `torch.autograd.Function` and save q, k, v, out and lse only.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1</summary>
 #
-# `ctx.save_for_backward` takes the five tensors; `causal` is no tensor: keep it as `ctx.causal`. Backward
-# returns a gradient for each argument of forward, None for `causal`.
+# `ctx.save_for_backward` takes the five tensors; `causal` is no tensor: keep it as `ctx.causal`.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Backward gets the gradient of out, and its tensors from `ctx.saved_tensors`.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# It returns a gradient for each argument of forward, in their order: dq, dk, dv, and None for `causal`.
 # </details>
 
 # %% exercise="shardbook.attention.flash._Flash shardbook.attention.flash.flash_attention" blank="forward backward flash_attention"
@@ -213,9 +225,17 @@ print("bottom-right sees all nine keys:", bool(torch.allclose(ours, everything, 
 # every row of tiles: `2 N d + 2 N d ⌈N / r⌉`, where `r = max(1, ⌊M / 4d⌋)` rows fit into an SRAM of
 # M elements.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1</summary>
 #
-# Whole numbers only: `//`, and `-(-a // b)` for a ceiling.
+# `flash` chooses between two formulas; only the tiled one needs the SRAM.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Whole numbers only: `//` for the rows that fit, and at least one row.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# `-(-a // b)` is the ceiling of a / b.
 # </details>
 
 # %% exercise="shardbook.attention.flash.attention_io"

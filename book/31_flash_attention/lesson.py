@@ -265,7 +265,7 @@ plt.show()
 
 # %% predict="plain tiled"
 plain = 4 * 512**2 + 4 * 512 * 32  # scores and weights are each written and read; q, k, v and out
-tiled = 2 * 512 * 32 + 2 * 512 * 32 * (512 // 64)  # q and out once, k and v once a row of tiles
+tiled = 2 * 512 * 32 + 2 * 512 * 32 * (512 // 64)  # q and out once, k and v once per row of tiles
 
 # %%
 q, k, v = (draw(1, 1, 512, 32, seed=s) for s in range(3))

@@ -350,9 +350,17 @@ plt.show()
 limit = round((2 * 8.03e9 + 4 * 32 * 32 * 128 * 4096) / (2 * 32 * 8 * 128 * 4096 * 2))
 
 # %% [markdown]
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1</summary>
 #
-# Queries have H heads, the cache Hkv. The bytes of the parameters do not grow with the batch.
+# The cache holds keys *and* values, of every layer and kv head.
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Queries have H heads, the cache Hkv: FLOPs count the one, bytes the other.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# The bytes of the parameters do not grow with the batch; both terms of the FLOPs do.
 # </details>
 
 # %% exercise="shardbook.attention.cache.kv_cache_bytes shardbook.attention.cache.decode_intensity"

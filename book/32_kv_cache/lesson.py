@@ -616,7 +616,7 @@ for world in (1, 2, 4):
     measured.append(values[0][2])
     print(f"{world} ranks: the same text on every rank: {equal}")
 log = values[0][1]
-sb.predict("bytes all-reduced a step, 4 ranks", reduced, log["all_reduce"][1])
+sb.predict("bytes all-reduced per step, 4 ranks", reduced, log["all_reduce"][1])
 sb.predict("bytes of a rank's cache", caches, measured)
 print("a step on 4 ranks:", log)
 
@@ -642,7 +642,7 @@ print("a step on 4 ranks:", log)
 #   (Flash-Decoding). A step of small kernels is captured in a graph, or Python is the limit, as in our
 #   picture above.
 # - **Many hosts.** Prefill and decode run on different devices and the cache travels between them over
-#   RDMA or the unified bus, once a request: for the 8,192 tokens of Llama 3 8B above, 1 GiB.
+#   RDMA or the unified bus, once per request: for the 8,192 tokens of Llama 3 8B above, 1 GiB.
 #
 # | published | figure | source |
 # |---|---|---|

@@ -151,7 +151,7 @@ def attention_io(seq_len: int, head_dim: int, sram_elements: int, flash: bool) -
     """Elements moved to and from device memory for one head, forward (arXiv 2205.14135, thm 2).
 
     Standard attention reads or writes scores and weights four times: 4 N^2 + 4 N d. Tiled, q and
-    out move once and k and v once a row of tiles, M / 4d rows each: 2 N d + 2 N d ceil(N / rows).
+    out move once and k and v once per row of tiles, M / 4d rows each: 2 N d + 2 N d ceil(N / rows).
     """
     n, d = seq_len, head_dim
     if not flash:
