@@ -407,7 +407,7 @@ def test_predict(predicted, measured, says, capsys):
 
 
 def test_an_answer_without_return_is_told_so():
-    for judge in (expert_parallel.apply_capacity, tensor_parallel.copy_to_group):
+    for judge in (expert_parallel.route_top_k, tensor_parallel.copy_to_group):
         found = judge.examine(lambda *args, **options: None, first_only=True)
         assert found.status == "wrong"
         assert "came back as None: is a return missing?" in "\n".join(found.lines())

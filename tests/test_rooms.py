@@ -148,7 +148,6 @@ EXCUSE = re.compile(r"\blong because\b")
 TOO_LONG = {
     "checks/diffusion.py",
     "checks/dit_port.py",
-    "checks/expert_parallel.py",
     "checks/flash_attention.py",
     "checks/kv_cache.py",
     "checks/pipeline_parallel.py",

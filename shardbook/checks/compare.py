@@ -178,7 +178,7 @@ def unchanged(what: str, *tensors: Tensor) -> Iterator[None]:
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Random normal data drawn on the CPU, the same on every device and rank; never constant."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator).to(dtype)
 
 
 def total(calls: Sequence, op: str) -> tuple[int, int]:

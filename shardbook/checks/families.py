@@ -61,6 +61,11 @@ class OnGroups(Runs):
         """No rank writes into what it was given."""
         self.holds(name, kept, hint)
 
+    def second_call(self, name: str, hint: Hint) -> None:
+        """What a call gave is not changed by the next one."""
+        said = "a second call changed what the first one gave on"
+        self.holds(name, lambda s: expect(not s.changed, f"{said} {s.where}", "kept"), hint)
+
     def only(self, name: str, ops: Sequence[str], hint: Hint) -> None:
         """No call but these, forward and backward."""
 

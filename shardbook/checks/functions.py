@@ -3,6 +3,7 @@
 See `families` for how a check is written with it.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,6 +47,14 @@ class Function:
     ):
         self.report, self.answer, self.oracle = report, answer, oracle
         self.what, self.names = what, names
+
+    def only(self, i: int) -> "Function":
+        """The same of the result of this number alone, for a property and a hint of its own."""
+
+        def picked(fn: Callable) -> Callable:
+            return functools.wraps(fn)(lambda *args: fn(*args)[i])
+
+        return Function(self.report, picked(self.answer), picked(self.oracle), self.names[i])
 
     def value(
         self,

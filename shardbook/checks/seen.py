@@ -27,7 +27,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import calls
@@ -35,7 +35,7 @@ from ..devices import device
 from ..ranks.result import NotWritten, RankError
 from ..ranks.worker import dumps
 from .compare import listed, tensors_in
-from .wrong import NotExamined, Wrong, say
+from .wrong import NOTHING, NotExamined, Wrong, say
 
 Rounds = Sequence[Sequence[Sequence[int]]]
 ROUNDS: Rounds = ([[0, 1, 2, 3]], [[0, 2, 3], [1]], [[1, 3], [0, 2]])
@@ -53,6 +53,7 @@ class Seen:
     backward: list[calls.Call] = dataclasses.field(default_factory=list)
     kept: bool = True  # the inputs are as they were
     aliased: bool = False  # the result lies in the memory of an input
+    changed: bool = False  # another call changed the result
     saved: int = 0  # elements of tensors with more than 2 dimensions, kept for backward
     flops: int = 0  # of the forward pass
     held: int = 0  # bytes or elements, as the case counts them
@@ -116,11 +117,19 @@ class Here:
         return x.narrow(dim, self.place * share, share).to(device())
 
     def see(
-        self, call: Callable, grad: Tensor | None = None, work: bool = False, **inputs: Any
+        self,
+        call: Callable,
+        grad: Tensor | Callable[[Any], Tensor] | None = None,
+        work: bool = False,
+        module: nn.Module | None = None,
+        then: Callable[[], Any] | None = None,
+        **inputs: Any,
     ) -> Seen:
         """Call it on the inputs and, given the gradient of its result, go back to all of them.
 
-        `work` counts its FLOPs, which slows every operation down.
+        `grad` may be a function of the result; with `module` the way back goes to its parameters
+        as well, by ``backward()``, as in training. `then` is another call, which must leave the
+        result alone. `work` counts its FLOPs, which slows every operation down.
         """
         flat = [t for x in inputs.values() for t in tensors_in(x)]
         before = [t.detach().clone() for t in flat]
@@ -141,11 +150,20 @@ class Here:
             value = call(*inputs.values())
         seen.flops = flops.get_total_flops() if flops else 0
         if grad is not None:
+            if value is None:
+                raise Wrong(NOTHING, "none")
             if not any(t.requires_grad for t in tensors_in(value)):
                 raise Wrong("the result carries no gradient", "gradient")
             leaves = {n: t for n, t in inputs.items() if isinstance(t, Tensor) and t.requires_grad}
+            pull = grad if isinstance(grad, Tensor) else grad(value)
+            if module is not None:
+                leaves |= {n: p for n, p in module.named_parameters() if p.requires_grad}
             with calls.record() as seen.backward:
-                grads = torch.autograd.grad(value, list(leaves.values()), grad, allow_unused=True)
+                if module is None:
+                    grads = torch.autograd.grad(value, [*leaves.values()], pull, allow_unused=True)
+                else:
+                    value.backward(pull)
+                    grads = [t.grad for t in leaves.values()]
             seen.grads = dict(zip(leaves, _cpu(grads), strict=True))
         same = [id(t) for x in inputs.values() for t in tensors_in(x)] == [id(t) for t in flat]
         pairs = zip(flat, before, strict=True)
@@ -153,6 +171,10 @@ class Here:
         at = {t.untyped_storage().data_ptr() for t in flat if t.numel()}
         seen.aliased = any(t.untyped_storage().data_ptr() in at for t in tensors_in(value))
         seen.value = _cpu(value)
+        if then is not None:
+            then()
+            pairs = zip(tensors_in(value), tensors_in(seen.value), strict=True)
+            seen.changed = not all(torch.equal(now.detach().cpu(), old) for now, old in pairs)
         return seen
 
 

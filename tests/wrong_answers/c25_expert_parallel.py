@@ -248,7 +248,7 @@ def takes_any_index(tokens, experts, num_experts, group=None):
     return expert.dispatch(tokens, known, num_experts, group)
 
 
-@wrong("dispatch", says="received carries no gradient")
+@wrong("dispatch", says="the result carries no gradient")
 def detaches_what_arrives(tokens, experts, num_experts, group=None):
     received, state = expert.dispatch(tokens, experts, num_experts, group)
     return received.detach(), state
@@ -335,6 +335,13 @@ class KeepsAllExperts(_Base):
     def __init__(self, router, experts, k, group=None):
         super().__init__(router, experts, k, group)
         self.all_experts = nn.ModuleList(experts)
+
+
+@wrong("ExpertParallelMoE", says="frozen parameters.*is 0, expected")
+class TrainsWhatWasFrozen(_Base):
+    def __init__(self, router, experts, k, group=None):
+        super().__init__(router, experts, k, group)
+        self.experts.requires_grad_(True)
 
 
 @wrong("ExpertParallelMoE", says="in memory")
