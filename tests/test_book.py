@@ -173,7 +173,7 @@ def test_a_check_does_not_import_the_reference_it_judges(chapter):
 TRACES = re.compile(
     r"\b(sb\.(trace|show)|virtual_trace)\(|\btrace=True\b|(?m:^%%ranks\b.*--trace\b)"
 )
-NO_TRACE = {"31_flash_attention"}
+NO_TRACE: set[str] = set()
 """Labs that trace nothing of the learner's yet. Leave it empty."""
 
 
