@@ -150,7 +150,6 @@ TOO_LONG = {
     "checks/dit_port.py",
     "checks/flash_attention.py",
     "checks/kv_cache.py",
-    "checks/pipeline_parallel.py",
     "checks/tensor_parallel/layers.py",
     "checks/tensor_parallel/model.py",
     "checks/tensors.py",

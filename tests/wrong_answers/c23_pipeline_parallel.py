@@ -437,6 +437,12 @@ def every_input_requires_a_gradient(stage, schedule, microbatches, targets, loss
     return pipeline.run_pipeline(stage, schedule, microbatches, targets, loss_fn, group)
 
 
+@wrong("run_pipeline", says="a frozen parameter of stage.*has a gradient")
+def trains_what_was_frozen(stage, schedule, microbatches, targets, loss_fn, group=None):
+    stage.requires_grad_(True)
+    return pipeline.run_pipeline(stage, schedule, microbatches, targets, loss_fn, group)
+
+
 wrong("run_pipeline", says="off by|loss")(_named("sums_the_microbatches", _variant(scale=1)))
 wrong("run_pipeline", says="contiguous")(
     _named("receives_into_the_same_strides", _variant(room=torch.empty_like))
