@@ -25,8 +25,8 @@ def run_model(kind, kv_heads, dtype=torch.float32, steps=1):
     loss_fn = token_loss if kind == "whole" else parallel_token_loss
     if kind == "tensor":
         model = tensor_parallel_(model)
-    elif kind == "sequence":
-        model = SequenceParallelLM(model)
+    elif kind.startswith("sequence"):
+        model = SequenceParallelLM(model, keeps_shard="shard" in kind)
     positions = torch.arange(BATCH["seq"], device=sb.device())
     found, saved = {"losses": []}, []
     for step in range(steps):
@@ -103,11 +103,16 @@ def test_bytes_and_memory_are_the_closed_forms(kind):
 
 
 def test_sequence_parallel_keeps_less():
-    kept = [
-        sb.run(run_model, kind, 4, world_size=4).values[0]["activations"]
-        for kind in ("tensor", "sequence")
-    ]
-    assert kept[1] < 0.9 * kept[0]
+    kinds = ("tensor", "sequence", "sequence, shard")
+    tensor, sequence, shard = (sb.run(run_model, k, 4, world_size=4).values[0] for k in kinds)
+    assert sequence["activations"] < 0.9 * tensor["activations"]
+    # the input of each half and of the head, of which a rank keeps one part in four
+    gathered = (2 * SIZES["num_layers"] + 1) * 4 * 3 * 12 * SIZES["dim"]
+    assert sequence["activations"] - shard["activations"] == gathered * 3 // 4
+    for name, grad in sequence["grads"].items():
+        assert torch.allclose(grad, shard["grads"][name], atol=1e-5), name
+    more = {op: shard["backward"][op][0] - n for op, (n, _) in sequence["backward"].items()}
+    assert more == {"all_gather": 2 * SIZES["num_layers"] + 1, "reduce_scatter": 0, "all_reduce": 0}
 
 
 def dtensor_step():

@@ -6,6 +6,7 @@ tokens. An all-reduce is a reduce-scatter and an all-gather: the same bytes, wit
 
 import copy
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -15,8 +16,10 @@ from .tensor import (
     Group,
     RowParallelLinear,
     all_gather_to_group,
+    all_gathered,
     copy_to_group,
     reduce_scatter_to_group,
+    reduce_scattered,
 )
 
 
@@ -49,3 +52,35 @@ class SequenceParallelBlock(nn.Module):
         if self.mlp_down.bias is None:
             return y
         return y + copy_to_group(self.mlp_down.bias, self.group)
+
+
+class _Gathered(torch.autograd.Function):
+    """Linear layers of the gathered x, of which only this rank's tokens are kept for backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.group = group
+        whole = all_gathered(x, 1, group)  # [B, S, D]
+        return tuple(F.linear(whole, w) for w in weights)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, *weights = ctx.saved_tensors
+        whole = all_gathered(x, 1, ctx.group).flatten(0, 1)  # again: [B S, D]
+        dx = sum(g @ w for g, w in zip(grads, weights, strict=True))  # [B, S, D], of these features
+        dws = [g.flatten(0, 1).T @ whole for g in grads]
+        return reduce_scattered(dx, 1, ctx.group), None, *dws
+
+
+def gather_again(
+    x: Tensor, *layers: tuple[Tensor, Tensor | None], group: Group = None
+) -> list[Tensor]:
+    """``F.linear(all tokens, weight, bias)`` for each layer, from this rank's x [B, S/P, D].
+
+    As `all_gather_to_group` and then `F.linear`, but autograd keeps x, not the gathered [B, S, D]:
+    backward gathers it again, as Megatron-LM does. Each result is [B, S, out/P].
+    """
+    results = _Gathered.apply(x, group, *[weight for weight, _ in layers])
+    biases = [bias for _, bias in layers]
+    return [y if b is None else y + b for y, b in zip(results, biases, strict=True)]

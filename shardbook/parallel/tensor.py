@@ -214,23 +214,28 @@ class ParallelAttention(nn.Module):
         first = dist.get_rank(self.group) // self.replicas * self.replicas
         return everyone[first : first + self.replicas].sum(0)
 
-    def _kv(self, x: Tensor) -> Tensor:
+    def kv_layer(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of this rank's k and v; gradients of shared heads are summed."""
         weight, bias = self.kv.weight, self.kv.bias
         if self.replicas > 1:
             weight = conjugate(weight, lambda w: w.view_as(w), self._sum_replicas)
             if bias is not None:
                 bias = conjugate(bias, lambda b: b.view_as(b), self._sum_replicas)
-        return F.linear(x, weight, bias)  # [B, S, 2 Hkv/P d]
+        return weight, bias
 
-    def partial(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """What this rank's heads add to the output, without the bias: [B, S, D] -> [B, S, D]."""
+    def mix(self, q: Tensor, kv: Tensor, positions: Tensor | None = None) -> Tensor:
+        """q [B, S, H/P d] and kv [B, S, 2 Hkv/P d] -> this rank's addend of the output, no bias."""
         by_head = (-1, self.head_dim)
-        q = self.q(x).unflatten(-1, by_head).transpose(1, 2)  # [B, H/P, S, d]
-        k, v = self._kv(x).unflatten(-1, by_head).transpose(1, 2).chunk(2, dim=1)
+        q = q.unflatten(-1, by_head).transpose(1, 2)  # [B, H/P, S, d]
+        k, v = kv.unflatten(-1, by_head).transpose(1, 2).chunk(2, dim=1)
         if positions is not None:
             q, k = rotate(q, positions), rotate(k, positions)
         y = causal_attention(q, k, v)  # [B, H/P, S, d]
         return F.linear(y.transpose(1, 2).flatten(2), self.out.weight)
+
+    def partial(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """What this rank's heads add to the output, without the bias: [B, S, D] -> [B, S, D]."""
+        return self.mix(self.q(x), F.linear(x, *self.kv_layer()), positions)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         y = reduce_from_group(self.partial(copy_to_group(x, self.group), positions), self.group)

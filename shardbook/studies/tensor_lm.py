@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..basics.tiny import Block, TinyLM
-from ..parallel.sequence import SequenceParallelBlock, on_shard
+from ..parallel.sequence import SequenceParallelBlock, gather_again, on_shard
 from ..parallel.tensor import (
     ColumnParallelLinear,
     Group,
@@ -39,39 +39,60 @@ class SequenceParallelAttention(nn.Module):
     def __init__(self, block: Block, group: Group = None):
         super().__init__()
         attn = block.attn
-        self.group, self.norm = group, block.norm1
+        self.group, self.norm, self.keeps_shard = group, block.norm1, False
         self.attn = ParallelAttention(attn.qkv, attn.out, attn.num_heads, attn.num_kv_heads, group)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        h = all_gather_to_group(on_shard(self.norm, x, self.group), 1, self.group)  # [B, S, D]
-        y = self.attn.partial(h, positions)  # [B, S, D], this rank's heads
+        h, q = on_shard(self.norm, x, self.group), self.attn.q  # [B, S/P, D]
+        if self.keeps_shard:
+            layers = (q.weight, q.bias), self.attn.kv_layer()
+            y = self.attn.mix(*gather_again(h, *layers, group=self.group), positions)
+        else:
+            y = self.attn.partial(all_gather_to_group(h, 1, self.group), positions)
         y = reduce_scatter_to_group(y, 1, self.group)  # [B, S/P, D]
         bias = self.attn.out.bias
         return x + y if bias is None else x + y + copy_to_group(bias, self.group)
 
 
+class ShardKeepingBlock(SequenceParallelBlock):
+    """SequenceParallelBlock that keeps norm(x) [B, S/P, D] for backward, not all tokens' of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = on_shard(self.norm, x, self.group)  # [B, S/P, D]
+        up = self.mlp_up.weight, self.mlp_up.bias
+        h = F.gelu(*gather_again(h, up, group=self.group))  # [B, S, hidden/P]
+        h = F.linear(h, self.mlp_down.weight)  # [B, S, D], partial
+        y = x + reduce_scatter_to_group(h, 1, self.group)  # [B, S/P, D]
+        bias = self.mlp_down.bias
+        return y if bias is None else y + copy_to_group(bias, self.group)
+
+
 class SequenceParallelLM(nn.Module):
     """tokens [B, S] -> this rank's logits [B, S, V/P]; between the blocks x is [B, S/P, D].
 
+    With `keeps_shard` the gathered input of each half is gathered again in backward and not kept.
     Takes the model apart: what is whole on every rank is the given model's own.
     """
 
-    def __init__(self, model: TinyLM, group: Group = None):
+    def __init__(self, model: TinyLM, group: Group = None, keeps_shard: bool = False):
         super().__init__()
-        self.group, self.norm = group, model.norm
+        self.group, self.norm, self.keeps_shard = group, model.norm, keeps_shard
         self.embed = VocabParallelEmbedding(model.embed, group)
         self.attention = nn.ModuleList(SequenceParallelAttention(b, group) for b in model.blocks)
-        self.mlp = nn.ModuleList(
-            SequenceParallelBlock(b.norm2, b.mlp.up, b.mlp.down, group) for b in model.blocks
-        )
+        for attention in self.attention:
+            attention.keeps_shard = keeps_shard
+        block = ShardKeepingBlock if keeps_shard else SequenceParallelBlock
+        self.mlp = nn.ModuleList(block(b.norm2, b.mlp.up, b.mlp.down, group) for b in model.blocks)
         self.head = ColumnParallelLinear(model.head, group)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = scatter_to_group(self.embed(tokens), 1, self.group)  # [B, S/P, D]
         for attention, mlp in zip(self.attention, self.mlp, strict=True):
             x = mlp(attention(x, positions))
-        h = all_gather_to_group(on_shard(self.norm, x, self.group), 1, self.group)  # [B, S, D]
-        return F.linear(h, self.head.weight, self.head.bias)  # [B, S, V/P]
+        h, head = on_shard(self.norm, x, self.group), (self.head.weight, self.head.bias)
+        if self.keeps_shard:
+            return gather_again(h, head, group=self.group)[0]  # [B, S, V/P]
+        return F.linear(all_gather_to_group(h, 1, self.group), *head)  # [B, S, V/P]
 
 
 def parallel_token_loss(logits: Tensor, targets: Tensor, group: Group = None) -> Tensor:
