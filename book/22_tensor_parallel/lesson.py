@@ -37,6 +37,7 @@ from shardbook.parallel.tensor import (
     copy_to_group,
     reduce_from_group,
 )
+from shardbook.studies import overlap
 from shardbook.studies.tensor_lm import SequenceParallelLM, parallel_token_loss, tensor_parallel_
 from shardbook.pictures.tensor import draw_half_block
 from shardbook.parallel.vocab import vocab_parallel_cross_entropy
@@ -59,8 +60,8 @@ def build(kind):
     model = tiny_lm().to(sb.device())
     if kind == "tensor":
         return tensor_parallel_(model), parallel_token_loss
-    if kind == "sequence":
-        return SequenceParallelLM(model), parallel_token_loss
+    if kind.startswith("sequence"):
+        return SequenceParallelLM(model, keeps_shard="shard" in kind), parallel_token_loss
     return model, token_loss
 
 
@@ -82,6 +83,7 @@ held = {
     "tensor, 2 ranks": sb.run(memory, "tensor", 1, 256, world_size=2).values[0],
     "tensor, 4 ranks": sb.run(memory, "tensor", 1, 256, world_size=4).values[0],
     "tensor + sequence, 4 ranks": sb.run(memory, "sequence", 1, 256, world_size=4).values[0],
+    "keeping shards, 4 ranks": sb.run(memory, "sequence, shard", 1, 256, world_size=4).values[0],
 }
 for name, (weights, activations) in held.items():
     print(f"{name:27}  state {4 * weights:>9,} bytes   activations {activations:>9,} bytes")
@@ -92,14 +94,14 @@ plot.bars(
         "state": {n.replace(", ", ",\n"): 4 * w / 1e6 for n, (w, _) in held.items()},
         "activations": {n.replace(", ", ",\n"): a / 1e6 for n, (_, a) in held.items()},
     },
-    ylabel="MB a rank",
+    ylabel="MB per rank",
     title="One sequence of 256 tokens",
 )
 plt.show()
 
 # %% [markdown]
 # The second and third row make both smaller: on four ranks the state by almost 4, the activations
-# by 2.3, since norms and residuals stay whole (the last row comes to that). They do it by cutting
+# by 2.3, since norms and residuals stay whole (the last two rows come to that). They do it by cutting
 # *inside* a layer: a rank never has the whole weight, nor the whole hidden activation, not even for a
 # moment.
 #
@@ -408,10 +410,55 @@ for way in ("forward", "backward"):
 # They are the price of cutting the tokens: a norm's weight meets only this rank's tokens, so its
 # gradient is one addend of P. The same holds for the biases added after the reduce-scatter.
 #
-# The first table of this chapter has what it buys. Ours keeps the gathered input for backward;
-# Megatron-LM keeps the shard and gathers it again, which costs an all-gather and saves
-# `B S D (P-1)/P` values for each half of a block.
+# The first table of this chapter has what it buys. The fourth row keeps the gathered input of each half
+# of a block for backward. Megatron-LM keeps the shard and gathers it again, and so does the fifth row:
+# one more all-gather for each half and the head, `B S D (P-1)/P` values less to hold.
 #
+# **Predict** the bytes that this saves a rank, for the sequence of 256 tokens.
+
+# %% predict="saved"
+# two layers of two halves, and the head: five inputs [1, 256, D], of which 3/4 are not kept
+saved = 5 * 256 * D * 3 // 4 * 4
+
+# %%
+(_, gathered), (_, shards) = list(held.values())[3:]
+sb.predict("bytes of activations saved", saved, gathered - shards)
+again = sb.run(one_step, "sequence, shard", world_size=4).values[0]
+more = again["backward"]["all_gather"][0] - sequence["backward"]["all_gather"][0]
+print("all-gathers more in backward:", more)
+print("same loss:", abs(again["loss"] - sequence["loss"]) < 1e-6)
+
+# %% [markdown]
+# ### The two side by side
+#
+# On one timeline: ranks 0 and 1 run a step of the tensor-parallel model, ranks 2 and 3 one of the
+# sequence-parallel model. Where the upper two have an all-reduce, the lower two have a reduce-scatter and
+# an all-gather of the same tensor (click one: the bytes stand beside its name), of which a ring sends half
+# as much each. The many short all-reduces in the lower backward are the norms' gradients and the biases';
+# between processes of one machine they cost more time than their few bytes suggest.
+
+
+# %% tags=["nbval-ignore-output"]
+def side_by_side():
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    model = tiny_lm().to(sb.device())
+    cut = tensor_parallel_ if dist.get_rank() < 2 else SequenceParallelLM
+    model, positions = cut(model, mine), torch.arange(64, device=sb.device())
+    tokens, targets = (t.to(sb.device()) for t in counting_batch(0))
+    parallel_token_loss(model(tokens, positions), targets, mine).backward()  # the first is slow
+    dist.barrier()
+    with sb.trace() as t:
+        with sb.mark("forward"):
+            loss = parallel_token_loss(model(tokens, positions), targets, mine)
+        with sb.mark("backward"):
+            loss.backward()
+    return t
+
+
+merge(sb.run(side_by_side, world_size=4).values, title="tensor above, sequence below")
+
+# %% [markdown]
 # ## Does it train?
 #
 # The same model, the same batches, Adam: one process, four tensor-parallel ranks, four ranks with
@@ -687,11 +734,18 @@ def two_layers(parts):
 
 
 # %% tags=["nbval-ignore-output"]
-one = sb.run(two_layers, 1, world_size=2)
+one = sb.run(two_layers, 1, world_size=2, trace=True)
 two = sb.run(two_layers, 2, world_size=2, trace=True)
 ratio = two.values[0][0] / one.values[0][0]
 print(f"paced: serial {one.values[0][0]:.3f} s, cut in two {two.values[0][0]:.3f} s")
 print(f"ratio predicted {predicted:.3f}, measured {ratio:.3f}")
+one.trace
+
+# %% [markdown]
+# Serial: a product, then its sum on the link, never both. Cut in two, a sum travels under the other
+# half's product:
+
+# %% tags=["nbval-ignore-output"]
 two.trace
 
 # %%
@@ -700,8 +754,104 @@ print("same output:", bool(same))
 
 # %% [markdown]
 # The price: products on half the rows, which fill a device less well, and twice as many, smaller
-# messages. Backward has the same structure and the same remedy; there the weight's gradient is a
-# second kernel to hide behind.
+# messages.
+#
+# ## Two more places to hide
+#
+# **In backward** a column-parallel layer has two products: one for its input's gradient, which has to be
+# summed over the ranks, and one for its weight's, which nobody waits for. Start the sum after the first,
+# and run the second behind it (Megatron-LM does so). **With sequence parallelism** the gather itself can
+# come in pieces: multiply the tokens at hand while they travel on around the ring and the next ones come.
+#
+# Predict both, paced, where each product and each message takes 40 ms: three layers backward; and four
+# pieces of a gather, each multiplied.
+
+# %% predict="backward_ratio pieces_ratio"
+backward_ratio = (3 * 2 * 40) / (3 * 3 * 40)  # the sum is behind the weight's gradient
+pieces_ratio = (4 * 40) / (3 * 40 + 4 * 40)  # three messages behind the first three products
+
+
+# %%
+def hidden_messages():
+    """[(seconds, result)] of backward and of a gathered product, serial and overlapped."""
+    data = torch.Generator().manual_seed(dist.get_rank())
+    x, g = (torch.randn(8, 16, generator=data).to(sb.device()) for _ in "xg")
+    weights = [torch.randn(16, 16, generator=data).to(sb.device()) for _ in range(3)]
+    found = []
+    for behind in (False, True):
+        with sb.mark("backward, weights behind" if behind else "backward, serial"):
+            found.append(overlap.timed(overlap.backward_of_layers, x, g, weights, behind, 40))
+    for pieces in (False, True):
+        with sb.mark("gather in pieces" if pieces else "gather, then multiply"):
+            found.append(overlap.timed(overlap.gathered_product, x, weights[0], pieces, 40))
+    return [(seconds, result) for seconds, result in found]
+
+
+# %% tags=["nbval-ignore-output"]
+run = sb.run(hidden_messages, world_size=4, trace=True)
+(a, _), (b, _), (c, _), (d, _) = run.values[0]
+print(f"paced backward: {b / a:.2f} of serial, predicted {backward_ratio:.2f}")
+print(f"paced gather and product: {d / c:.2f} of serial, predicted {pieces_ratio:.2f}")
+assert b < a and d < c
+run.trace
+
+# %%
+for (_, (one_grad, ones)), (_, (other_grad, others)), (_, y), (_, z) in run.values:
+    pairs = [(one_grad, other_grad), (y, z), *zip(ones, others, strict=True)]
+    assert all(torch.allclose(p, q, rtol=1e-4, atol=1e-3) for p, q in pairs)
+print("same gradients and products on every rank")
+
+# %% [markdown]
+# ## When is a layer bound by its messages?
+#
+# A layer's products do `24 B S D²` operations forward, over P ranks. Its two all-reduces move `2 B S D`
+# bytes each in half precision, of which the link carries `2 (P-1)/P`. Batch and sequence cancel: time of
+# messages over time of products is
+#
+# $$\frac{8\,(P-1)/P\; BSD\,/\,\text{bandwidth}}{24\,BSD^2/P\,/\,\text{speed}} = \frac{(P-1)\;\text{speed}}{3\,D\;\text{bandwidth}}$$
+#
+# With an H100's 989 TFLOP/s dense bf16, of which good kernels reach about half, NVLink's 450 GB/s each way
+# and 50 GB/s of RDMA:
+
+
+# %%
+def messages_over_products(width, ranks, bandwidth, speed=0.5 * 989e12):
+    """Time of a layer's all-reduces over that of its products, forward."""
+    return (ranks - 1) * speed / (3 * width * bandwidth)
+
+
+NVLINK, RDMA = 450e9, 50e9
+print("width    " + "".join(f"P = {p:<8}" for p in (2, 4, 8)) + "P = 8 over RDMA")
+for width in (1024, 4096, 8192, 16_384):
+    ratios = [messages_over_products(width, p, NVLINK) for p in (2, 4, 8)]
+    ratios.append(messages_over_products(width, 8, RDMA))
+    print(f"{width:6,}   " + "".join(f"{r:<12.2f}" for r in ratios))
+assert messages_over_products(8192, 8, NVLINK) < 1 < messages_over_products(8192, 8, RDMA)
+
+# %% [markdown]
+# Above 1 the device waits more than it computes, unless the messages hide. Narrow models don't pay for
+# many ranks, wide ones do; across hosts none of these does.
+#
+# **A model of 70B parameters on 80 GB cards.** 80 layers, D = 8192; mixed precision with Adam keeps 18
+# bytes per parameter (chapter 21), and a layer's activations of one sequence of 8,192 tokens are
+# `34 S D / P` bytes with sequence parallelism (the formula below).
+
+# %%
+for ranks in (1, 2, 4, 8, 16):
+    state = 70e9 * 18 / ranks / 1e9
+    activations = 80 * 34 * 8192 * 8192 / ranks / 1e9
+    link, name = (NVLINK, "NVLink") if ranks <= 8 else (RDMA, "RDMA")
+    ratio = messages_over_products(8192, ranks, link)
+    print(
+        f"P = {ranks:2}: state {state:5.0f} GB, activations {activations:4.0f} GB per rank; "
+        f"messages / products {ratio:4.2f} ({name})"
+    )
+
+# %% [markdown]
+# Tensor parallelism alone never fits: P = 16 would still need 79 GB of state beside its activations, and
+# its messages would cross hosts. So **TP 8, because** the host ends there and the messages still take less
+# time than the products; the remaining factor of the state, three or more, is the pipeline's (chapter 23)
+# or ZeRO's (chapter 21).
 #
 # ## On a real cluster
 #
@@ -732,20 +882,20 @@ print("same output:", bool(same))
 # over P with sequence parallelism. Ours beside it, as parts of what one rank keeps:
 
 # %% tags=["nbval-ignore-output"]
-(_, whole_a), (_, a2), (_, a4), (_, s4) = held.values()
-measured = {"tensor 2": a2 / whole_a, "tensor 4": a4 / whole_a, "tensor + sequence 4": s4 / whole_a}
+(_, whole_a), *parts = held.values()
 formula = {
-    "tensor 2": (10 + 24 / 2) / 34,  # fused attention keeps no scores, so without 5AS/D
+    "tensor 2": (10 + 24 / 2) / 34,  # fused attention keeps no scores, so without 5HS/D
     "tensor 4": (10 + 24 / 4) / 34,
     "tensor + sequence 4": 1 / 4,
+    "keeping shards 4": 1 / 4,
 }
-for name in measured:
-    print(f"{name:20} measured {measured[name]:.2f}   formula {formula[name]:.2f}")
+for (name, share), (_, a) in zip(formula.items(), parts, strict=True):
+    print(f"{name:20} measured {a / whole_a:.2f}   formula {share:.2f}")
 
 # %% [markdown]
-# The formula counts half precision and dropout masks. Ours is fp32 without dropout, keeps the
-# gathered input of each half, and has embedding and logits besides the layers: the last row stays
-# above 1/4. Scores do not count where attention is fused (chapter 31); where they are kept, the
+# The formula counts half precision and dropout masks, and that shards are kept. Ours is fp32 without
+# dropout, and has embedding and logits besides the layers; the third row keeps the gathered inputs as
+# well. Scores do not count where attention is fused (chapter 31); where they are kept, the
 # term `5HS/D` is cut by heads as well.
 #
 # Now write it: [the lab](../labs/22_tensor_parallel.ipynb). Then

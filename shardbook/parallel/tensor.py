@@ -223,6 +223,9 @@ class ParallelAttention(nn.Module):
                 bias = conjugate(bias, lambda b: b.view_as(b), self._sum_replicas)
         return weight, bias
 
+    def _kv(self, x: Tensor) -> Tensor:
+        return F.linear(x, *self.kv_layer())  # [B, S, 2 Hkv/P d]
+
     def mix(self, q: Tensor, kv: Tensor, positions: Tensor | None = None) -> Tensor:
         """q [B, S, H/P d] and kv [B, S, 2 Hkv/P d] -> this rank's addend of the output, no bias."""
         by_head = (-1, self.head_dim)
@@ -235,7 +238,7 @@ class ParallelAttention(nn.Module):
 
     def partial(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """What this rank's heads add to the output, without the bias: [B, S, D] -> [B, S, D]."""
-        return self.mix(self.q(x), F.linear(x, *self.kv_layer()), positions)
+        return self.mix(self.q(x), self._kv(x), positions)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         y = reduce_from_group(self.partial(copy_to_group(x, self.group), positions), self.group)
