@@ -147,11 +147,8 @@ EXCUSE = re.compile(r"\blong because\b")
 # Being split; nothing may be added, and what has become short leaves the list.
 TOO_LONG = {
     "checks/diffusion.py",
-    "checks/dit_port.py",
     "checks/flash_attention.py",
     "checks/kv_cache.py",
-    "checks/tensor_parallel/layers.py",
-    "checks/tensor_parallel/model.py",
     "checks/tensors.py",
     "checks/tracing.py",
 }

@@ -148,7 +148,7 @@ class Here:
             flops = watched.enter_context(FlopCounterMode(display=False)) if work else None
             seen.forward = watched.enter_context(calls.record())
             value = call(*inputs.values())
-        seen.flops = flops.get_total_flops() if flops else 0
+        seen.flops, grads = flops.get_total_flops() if flops else 0, []
         if grad is not None:
             if value is None:
                 raise Wrong(NOTHING, "none")
@@ -173,8 +173,9 @@ class Here:
         seen.value = _cpu(value)
         if then is not None:
             then()
-            pairs = zip(tensors_in(value), tensors_in(seen.value), strict=True)
-            seen.changed = not all(torch.equal(now.detach().cpu(), old) for now, old in pairs)
+            now = _cpu([*tensors_in(value), *tensors_in(list(grads))])
+            was = [*tensors_in(seen.value), *tensors_in(list(seen.grads.values()))]
+            seen.changed = not all(map(torch.equal, now, was))
         return seen
 
 
