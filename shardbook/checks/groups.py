@@ -1,9 +1,4 @@
-"""A case on groups of 1 to 4 of four ranks: what the checks of parallel layers are made of.
-
-The ranks of a group are not 0, 1, 2, so that a global rank taken for a rank in the group shows; and
-all four ranks are in some group at any time, so that a collective on the wrong group gives a wrong
-value rather than a hang.
-"""
+"""On a rank: groups in turn, what an object holds, what is wrong with a refusal."""
 
 import gc
 import types
@@ -13,31 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..calls import record
-from .compare import expect, refuses
+from .compare import refuses
 from .wrong import Wrong
-
-ROUNDS = ([[0, 1, 2, 3]], [[1, 3], [0, 2]], [[0, 2, 3], [1]])
-
-
-# On a rank
-
-
-def in_groups(case: Callable, answer: Any, *args) -> dict[int, dict]:
-    """{group size: case(answer, group, place, size, *args)} with this rank's place in the group."""
-    me, results = dist.get_rank(), {}
-    for parts in ROUNDS:
-        groups = [dist.new_group(p) if len(p) < 4 else None for p in parts]
-        members, group = next((p, g) for p, g in zip(parts, groups, strict=True) if me in p)
-        with record() as log:
-            result = case(answer, group, members.index(me), len(members), *args)
-        for call in log:
-            expect(
-                set(call.group) <= set(members),
-                f"{call.op} ran on ranks {list(call.group)}, the group was {members}",
-            )
-        results[len(members)] = result | {"place": members.index(me)}
-    return results
 
 
 def last_ranks(sizes: tuple[int, ...] = (4, 3, 2, 1)) -> Iterator[tuple[int, Any, int]]:
@@ -89,22 +61,3 @@ def cut(x: Tensor, dim: int, size: int, place: int) -> Tensor:
     """Equal part number place of size along dim."""
     share = x.shape[dim] // size
     return x.narrow(dim, place * share, share)
-
-
-# In the parent
-
-
-def each(values: list[dict], *sizes: int) -> Iterator[tuple[int, int, dict]]:
-    """(size, place in the group, what that rank found), for the group sizes asked for."""
-    for size in sizes or (1, 2, 3, 4):
-        for found in values:
-            if size in found:
-                yield size, found[size]["place"], found[size]
-
-
-def only_call(actual: dict, op: str, nbytes: int, where: str) -> None:
-    """Exactly one call of op about nbytes, or none at all where op is ""."""
-    said = ", ".join(f"{n} {o} of {b} bytes" for o, (n, b) in actual.items()) or "no collective"
-    wanted = {op: (1, nbytes)} if op else {}
-    asked = f"one {op} of {nbytes} bytes" if op else "no collective"
-    expect(actual == wanted, f"{where} makes {said}; expected {asked}")
