@@ -22,6 +22,7 @@ from torch import nn
 
 from shardbook import calls, plot
 from shardbook.memory import held_bytes
+from shardbook.studies import checkpointing
 from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 
 WORLD = 4
@@ -73,7 +74,7 @@ def state_bytes():
     return held_bytes() - before
 
 
-print(f"whatever the batch: {state_bytes() / PARAMS:.1f} bytes a parameter of state in fp32")
+print(f"whatever the batch: {state_bytes() / PARAMS:.1f} bytes per parameter of state in fp32")
 
 # %% [markdown]
 # 4 bytes of parameter, 4 of gradient, 8 of moments. A model of 7 billion parameters needs 112 GB of
@@ -143,7 +144,7 @@ def five_steps(average):
         optimizer.zero_grad()
         token_loss(model(tokens[mine].to(sb.device())), targets[mine].to(sb.device())).backward()
         if average:
-            for p in model.parameters():  # naive: one all-reduce a parameter
+            for p in model.parameters():  # naive: one all-reduce per parameter
                 dist.all_reduce(p.grad)
                 p.grad /= world
         optimizer.step()
@@ -313,7 +314,7 @@ for use_no_sync in (False, True):
     grads, nbytes = sb.run(accumulated, use_no_sync, world_size=WORLD).values[0]
     same = (grads - expected).abs().max().item() < 1e-5
     print(
-        f"no_sync: {use_no_sync!s:5}  {nbytes / PARAMS:4.1f} bytes a parameter, gradient of the whole batch: {same}"
+        f"no_sync: {use_no_sync!s:5}  {nbytes / PARAMS:4.1f} bytes per parameter, gradient of the whole batch: {same}"
     )
 
 # %% [markdown]
@@ -398,7 +399,7 @@ def fully_sharded(model):
 
 
 def mixed_precision(stage):
-    """Bytes a parameter on this rank after backward, at a ZeRO stage."""
+    """Bytes per parameter on this rank after backward, at a ZeRO stage."""
     rank, world = dist.get_rank(), dist.get_world_size()
     before = held_bytes()
     model = tiny_lm().to(sb.device(), torch.bfloat16)
@@ -452,10 +453,10 @@ def all_stages():
 held = {world: sb.run(all_stages, world_size=world).values[0] for world in (1, 2, 3, 4)}
 
 # %% predict="predicted"
-predicted = [16, 4 + 12 / 4, 2 + 14 / 4, 16 / 4]  # bytes a parameter on 4 ranks, stages 0 to 3
+predicted = [16, 4 + 12 / 4, 2 + 14 / 4, 16 / 4]  # bytes per parameter on 4 ranks, stages 0 to 3
 
 # %%
-print("bytes a parameter      " + "".join(f"   stage {stage}" for stage in range(4)))
+print("bytes per parameter      " + "".join(f"   stage {stage}" for stage in range(4)))
 for world, row in held.items():
     print(f"{world} rank{'s' * (world > 1):1} measured       " + "".join(f"{x:10.2f}" for x in row))
 print("4 ranks predicted      " + "".join(f"{x:10.2f}" for x in predicted))
@@ -474,7 +475,7 @@ def memory_curves(held):
         ax.plot(list(held), [row[stage] for row in held.values()], "o", color=plot.COLOURS[stage])
     ax.set_xscale("log", base=2)
     ax.set_xticks(worlds, worlds)
-    ax.set(xlabel="ranks N", ylabel="bytes a parameter", ylim=(0, 17.5))
+    ax.set(xlabel="ranks N", ylabel="bytes per parameter", ylim=(0, 17.5))
     ax.set_title("lines: closed form, dots: measured here")
     ax.legend(loc="center right")
     return fig
@@ -570,7 +571,7 @@ ring = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 for strategy, ops in table.items():
     wire = sum(ring[op] * (WORLD - 1) / WORLD * nbytes for op, (_, nbytes) in ops.items())
     listed = ", ".join(f"{n} {op} ({nbytes:,} B)" for op, (n, nbytes) in ops.items())
-    print(f"{strategy:14} {wire / PARAMS:4.1f} bytes a parameter sent by a ring:  {listed}")
+    print(f"{strategy:14} {wire / PARAMS:4.1f} bytes per parameter sent by a ring:  {listed}")
 
 # %% [markdown]
 # ZeRO-1 costs what data parallel costs. ZeRO-3 costs half as much again: 3 (P-1)/P instead of
@@ -735,6 +736,85 @@ for pair in pairs:
 #   forward to backward (`reshard_after_forward` is False for the root by default), since backward
 #   begins there.
 #
+# ## What data parallel leaves whole: activations
+#
+# ZeRO cuts the state. What a layer keeps for backward grows with the tokens of *this* rank and stays.
+# **Checkpointing** keeps less and computes it again: *full*, a block keeps only its input and runs
+# forward a second time in backward ([Chen et al., arXiv 1604.06174](https://arxiv.org/abs/1604.06174));
+# *selective*, it keeps what is dear to compute, here the results of matrix products, and repeats the
+# norms, gelu and attention between them.
+#
+# **Predict** per block, in units of B S D numbers: what is kept of a block whose four products have 3 D,
+# D, 4 D and D output features? And how many operations, relative to no checkpointing, in products with
+# weights? (Backward costs two forwards. Recomputation stops at the last thing that backward needs, so the
+# block's last product is not repeated, 8 of its 24 B S D².)
+
+# %% predict="products_kept inputs_kept inputs_work"
+products_kept = 1 + 3 + 1 + 4 + 1  # the block's input, and each product's result
+inputs_kept = 1
+inputs_work = 1 + (24 - 8) / 24 / 3
+
+# %%
+kept, work, gradients = {}, {}, {}
+for kind in ("everything", "products", "block inputs"):
+    one, two = (checkpointing.measured(kind, layers) for layers in (1, 2))
+    kept[kind] = (two[0] - one[0]) / (
+        4 * 2 * 128 * 64
+    )  # one block more: fp32, B = 2, S = 128, D = 64
+    work[kind], gradients[kind] = two[1] - one[1], two[2]
+sb.predict("kept, products", products_kept, kept["products"])
+sb.predict("kept, block inputs", inputs_kept, kept["block inputs"])
+sb.predict("operations, block inputs", inputs_work, work["block inputs"] / work["everything"])
+same = all(torch.equal(g, gradients["everything"]) for g in gradients.values())
+print(f"everything: {kept['everything']:.1f} B S D; same gradients, bit for bit: {same}")
+assert work["products"] == work["everything"], "products are not repeated"
+
+# %% [markdown]
+# Half for no product more, a twentieth for two ninths more. The often quoted `34 B S D` bytes per block
+# ([Korthikanti et al., arXiv 2205.05198](https://arxiv.org/abs/2205.05198)) are 16 of these units at two
+# bytes and two masks of dropout at one; ours has no dropout, and keeps rotated beside unrotated queries and
+# keys, and attention's output twice. That paper's selective recomputation repeats only what belongs to
+# attention's scores, the term `5 H B S²` of its formula; fused attention never keeps them (chapter 31).
+#
+# ## Does it fit? Two sizes worked out
+#
+# 16 bytes of state per parameter, cut by ZeRO-3; activations of one sequence of 4,096 tokens per card;
+# three times the 16-bit parameters over the links per step; 6 operations per parameter and token, 8 with
+# full checkpointing. Cards of 80 GB and 989 TFLOP/s, half of which is reached; NVLink's 450 GB/s each way in
+# one host of 8, 50 GB/s of RDMA between hosts (NVIDIA's data sheets).
+
+
+# %%
+def size(params, layers, width, cards, sequences, checkpoint, tokens=4096):
+    """GB of state, GB of activations, seconds of messages and of arithmetic, per card and step."""
+    unit = sequences * tokens * width  # B S D
+    kept = 2 * unit * layers + 34 * unit if checkpoint else 34 * unit * layers
+    link = 450e9 if cards <= 8 else 50e9
+    messages = 3 * 2 * params * (cards - 1) / cards / link
+    work = (8 if checkpoint else 6) * params * sequences * tokens / (0.5 * 989e12)
+    return 16 * params / cards / 1e9, kept / 1e9, messages, work
+
+
+print("                                 state  activations  messages  arithmetic")
+for name, *sizes in [
+    ("7B on 8, 1 sequence", 7e9, 32, 4096, 8, 1, False),
+    ("70B on 64, 1 sequence", 70e9, 80, 8192, 64, 1, False),
+    ("70B on 64, 1, checkpointed", 70e9, 80, 8192, 64, 1, True),
+    ("70B on 64, 4, checkpointed", 70e9, 80, 8192, 64, 4, True),
+]:
+    state, acts, messages, arithmetic = size(*sizes)
+    row = f"{name:30} {state:4.0f} GB {acts:9.0f} GB {messages:7.2f} s {arithmetic:9.2f} s"
+    print(row + ("" if state + acts < 80 else "   does not fit"))
+assert sum(size(70e9, 80, 8192, 64, 1, False)[:2]) > 80 > sum(size(70e9, 80, 8192, 64, 4, True)[:2])
+assert size(70e9, 80, 8192, 64, 1, True)[2] > size(70e9, 80, 8192, 64, 1, True)[3]
+
+# %% [markdown]
+# So: **7B on 8 with ZeRO-3 and nothing else, because** it fits and its messages take a quarter of the
+# arithmetic. **70B on 64 with full checkpointing and four sequences per card, because** without it one
+# sequence does not fit, and with one sequence the card waits for RDMA: messages are paid per step and not
+# per token, so more tokens per step hide them. Or with fewer bytes between hosts: hybrid sharding below,
+# tensor parallelism in the host (chapter 22).
+#
 # ## Out of device memory: the host
 #
 # The state that is touched once a step can live in host memory: move gradients down, update there,
@@ -785,9 +865,9 @@ bus_bytes = (2 + 2) / WORLD  # gradients down, parameters up, every step
 
 # %%
 on_device, on_host, moved = sb.run(offloaded, world_size=WORLD).values[0]
-sb.predict("bytes a parameter on the device", device_bytes, on_device)
-sb.predict("bytes a parameter in host memory", host_bytes, on_host)
-sb.predict("bytes a parameter over the bus, each step", bus_bytes, moved)
+sb.predict("bytes per parameter on the device", device_bytes, on_device)
+sb.predict("bytes per parameter in host memory", host_bytes, on_host)
+sb.predict("bytes per parameter over the bus, each step", bus_bytes, moved)
 
 # %% [markdown]
 # Where the device is an accelerator these tensors really lie apart; on a CPU both are the same
