@@ -48,7 +48,7 @@ class Made(TorchDispatchMode):
         return sum(nbytes for held, nbytes in self.storages.values() if not held.expired())
 
 
-def products_stay(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+def products_stay(ctx: object, op: object, *args, **kwargs) -> CheckpointPolicy:
     """Results of matrix products are dear to compute: keep them. Everything else is cheap."""
     return CheckpointPolicy.MUST_SAVE if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -45,7 +45,7 @@ def _play(schedule, forward=1.0, backward=2.0, send=0.0):
     return max(end.values()), {op: (t - cost[op[1]], t) for op, t in end.items()}
 
 
-def peaks_of(schedule) -> list[int]:
+def peaks_of(schedule: list) -> list[int]:
     """How many micro-batches are alive at once, by stage."""
     out = []
     for stage in schedule:
