@@ -358,3 +358,27 @@ def test_16_bit_parameters_without_a_master_copy_are_warned_of():
     assert warned(torch.float32) == []
     (said,) = warned(torch.bfloat16)
     assert "give it fp32 parameters" in said
+
+
+def unread_flags():
+    """What has_gradient says where every gradient is there, and who read the sum from the device."""
+    from shardbook.parallel.data import has_gradient
+
+    read, tolist = [], torch.Tensor.tolist
+    torch.Tensor.tolist = lambda t: read.append(1) or tolist(t)
+    params = [nn.Parameter(torch.ones(2, device=sb.device())) for _ in range(2)]
+    found = []
+    for missing in (False, True):  # the second time rank 0 lacks one
+        for p in params:
+            p.grad = torch.ones_like(p)
+        if missing and dist.get_rank() == 0:
+            params[1].grad = None
+        found.append((has_gradient(params), len(read)))
+    torch.Tensor.tolist = tolist
+    return found
+
+
+def test_a_rank_with_all_gradients_does_not_wait_for_the_flags():
+    first, second = sb.run(unread_flags, world_size=2).values
+    assert first == [([True, True], 0), ([True, True], 1)]
+    assert second == [([True, True], 0), ([True, True], 0)]

@@ -27,14 +27,15 @@ def by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def has_gradient(params: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[bool]:
     """Whether each parameter has a gradient on at least one rank: one small all-reduce.
 
-    Ranks may run different branches of a model, but must agree on what they reduce.
+    Ranks may run different branches of a model, but must agree on what they reduce. A rank that has
+    all gradients takes part and does not read the sum, for which the host would wait for the device.
     """
+    mine = [p.grad is not None for p in params]
     if not params:
         return []
-    flags = torch.tensor([p.grad is not None for p in params], dtype=torch.int32)  # [params]
-    flags = flags.to(params[0].device)
+    flags = torch.tensor(mine, dtype=torch.int32).to(params[0].device)  # [params]
     dist.all_reduce(flags, group=group)
-    return (flags > 0).tolist()
+    return mine if all(mine) else (flags > 0).tolist()
 
 
 def gradient_or_zeros(param: Tensor) -> Tensor:
