@@ -361,7 +361,7 @@ def test_16_bit_parameters_without_a_master_copy_are_warned_of():
 
 
 def unread_flags():
-    """What has_gradient says where every gradient is there, and who read the sum from the device."""
+    """What has_gradient says, and how often the sum was read from the device."""
     from shardbook.parallel.data import has_gradient
 
     read, tolist = [], torch.Tensor.tolist

@@ -28,7 +28,7 @@ def has_gradient(params: Sequence[Tensor], group: dist.ProcessGroup | None = Non
     """Whether each parameter has a gradient on at least one rank: one small all-reduce.
 
     Ranks may run different branches of a model, but must agree on what they reduce. A rank that has
-    all gradients takes part and does not read the sum, for which the host would wait for the device.
+    all gradients takes part and does not read the sum, for which the host would have to wait.
     """
     mine = [p.grad is not None for p in params]
     if not params:
