@@ -2,8 +2,8 @@
 # # 31 · Lab: FlashAttention
 #
 # You write attention that never stores its matrix: the one-pass softmax, the tiles forward and
-# backward, and the count of what moves. Each check compares with plain attention in float64, watches
-# how large a tensor your code makes, and counts the work it does.
+# backward, and the count of what moves. The checks of 1 to 4 compare with plain attention in float64,
+# watch how large a tensor your code makes, and count the work it does.
 #
 # Time: about 3 hours. Exercises 1 and 5 are short, 2 and 3 medium, 4 is short once they hold. They
 # do not depend on each other, except that exercise 4 calls your 2 and 3.
@@ -151,8 +151,8 @@ plt.show()
 # ## Exercise 3: backward, tile by tile
 #
 # Forward saved q, k, v, the output and the log-sum-exp, nothing of size S x T. Backward computes the
-# weights of a tile again, `p = exp(scores - lse)`, and with `delta_i` = the sum over d of
-# `grad_out * out`:
+# weights of a tile again, `p = exp(scores - lse)`. With g for `grad_out`, and `delta_i` = the sum
+# over the D features of `grad_out * out` at query i:
 #
 # $$dv = p^T\,g \qquad ds = p \odot (g\,v^T - \delta) \qquad dq = ds\,k/\sqrt D \qquad dk = ds^T q/\sqrt D$$
 #

@@ -81,4 +81,10 @@ def draw_roofline(workloads: dict[str, float]) -> Figure:
         )  # fmt: skip
     ax.set(xlabel="FLOPs per byte", ylabel="attainable TFLOP/s (bf16)", ylim=(0.1, 2_000))
     ax.legend(fontsize=8, loc="upper left", framealpha=1.0, frameon=True)
+    corners = [f"{name} {peak / width:.0f}" for name, (peak, width) in DEVICES.items()]
+    fig.set_label(
+        "Attainable TFLOP/s over FLOPs per byte rise to a corner and stay flat; the corners lie at "
+        f"{', '.join(corners)}. Lines: "
+        + "; ".join(f"{name}, at {at:,.0f}" for name, at in workloads.items())
+    )
     return fig
