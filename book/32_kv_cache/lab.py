@@ -240,7 +240,8 @@ for line, row in zip(prompts.tolist(), generate(speaker, prompts.to(sb.device())
     print(line, "->", row[8:].tolist())
 
 # %%
-draw_cache({f"row {r}": [("prompt", n), ("new", 10)] for r, n in enumerate(own)}, 20)
+# ten were said, nine were put in: nobody asked what comes after the last one
+draw_cache({f"row {r}": [("prompt", n), ("new", 9)] for r, n in enumerate(own)}, 8 + 10)
 plt.show()
 
 # %% [markdown]

@@ -146,7 +146,7 @@ print("unchanged by 20 more:", bool((short - long[:, :, :20]).abs().max() < 1e-5
 # ```
 #
 # Count the work of a decode step: 2 FLOPs per weight and row of the batch, and
-# `4 H d T` for the scores and the weighted sum in each layer. Predict it for 3 rows that hold 40
+# `4 H d T` for the scores and the weighted sum, per layer and row. Predict it for 3 rows that hold 40
 # tokens with the new one (2 layers, 4 heads of 16), and measure with PyTorch's counter.
 
 # %% predict="predicted"
@@ -226,6 +226,7 @@ def seconds_a_token(length, with_cache):
 
 lengths = (64, 128, 256, 512, 1024)
 measured = {c: [seconds_a_token(n, c) for n in lengths] for c in (False, True)}
+assert measured[True][-1] < measured[False][-1]
 fig, (ax,) = plot.figure(7, 3.2)
 for (with_cache, times), colour in zip(measured.items(), plot.COLOURS, strict=False):
     name = "with the cache" if with_cache else "without"
@@ -262,7 +263,8 @@ for row, n in enumerate(own):
     print("   as alone:", torch.equal(said[row, 8:], alone))
 
 # %%
-draw_cache({f"row {r}": [("prompt", n), ("new", 10)] for r, n in enumerate(own)}, 20)
+# ten were said, nine were put in: nobody asked what comes after the last one
+draw_cache({f"row {r}": [("prompt", n), ("new", 9)] for r, n in enumerate(own)}, 8 + 10)
 plt.show()
 
 # %% [markdown]
@@ -329,8 +331,8 @@ print("in the cache:", cache.length.tolist(), " should be:", [7 + 1 + accepted])
 # %%
 draw_cache(
     {
-        "after the guess": [("prompt", 7), ("accepted", 3), ("stale", 2)],
-        "truncated, next token": [("prompt", 7), ("accepted", 3), ("next", 1)],
+        "after the guess": [("prompt", 7), ("said", 1), ("accepted", 2), ("stale", 2)],
+        "truncated, next token": [("prompt", 7), ("said", 1), ("accepted", 2), ("next", 1)],
     },
     16,
 )
@@ -371,7 +373,7 @@ print("after 23 comes", int(after_the_guess(True).argmax()))
 # every head.
 
 # %% predict="grouped full"
-grouped = 2 * 2 * 2 * 16 * 64 * 3 * 4  # 2 L Hkv d S B, 4 bytes
+grouped = 2 * 2 * 2 * 16 * 64 * 3 * 4  # 2 L Hkv d T B, 4 bytes
 full = grouped * 4 // 2  # 4 kv heads instead of 2
 
 
@@ -428,19 +430,19 @@ for name, n in numbers.items():
 # mask hides what is too old:
 
 # %%
-W, N = 8, 30
+W, n = 8, 30
 q, k, v = (
-    torch.randn(2, heads, N, 16, generator=torch.Generator().manual_seed(s)).to(sb.device())
+    torch.randn(2, heads, n, 16, generator=torch.Generator().manual_seed(s)).to(sb.device())
     for s, heads in enumerate((4, 2, 2))
 )
-at = torch.arange(N, device=sb.device())
-band = (at[None] <= at[:, None]) & (at[None] > at[:, None] - W)  # [N, N], True = look
+at = torch.arange(n, device=sb.device())
+band = (at[None] <= at[:, None]) & (at[None] > at[:, None] - W)  # [n, n], True = look
 wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=band, enable_gqa=True)
 
 window = KVCache(2, 2, W, 16, q.dtype, q.device)
-whole = KVCache(2, 2, N, 16, q.dtype, q.device)
+whole = KVCache(2, 2, n, 16, q.dtype, q.device)
 worst, held = 0.0, {"whole": [], "window": []}
-for i in range(N):
+for i in range(n):
     step = slice(i, i + 1)
     keys, values = sliding_window_append(window, k[:, :, step], v[:, :, step], W)
     out = cached_attention(q[:, :, step], keys, values, window.length, window.length - 1)
@@ -514,8 +516,8 @@ for name, keys in kept.items():
 #
 # A decode step reads every weight and every key and value, and uses a weight once for each row. Its
 # arithmetic intensity is `(2 N B + 4 L H d T B)` FLOPs over the bytes of weights and cache. (The input
-# embedding is an exception, only one row per token is read of it. It is counted whole here: 0.5 of 8
-# billion parameters.) For Llama 3 8B in bf16 with 4,096 tokens of context:
+# embedding is an exception, only one row per token is read of it. It is counted whole here.) For
+# Llama 3 8B in bf16 with 4,096 tokens of context:
 
 # %%
 layers, heads, kv_heads, head_dim, N, S = 32, 32, 8, 128, 8.03e9, 4096
@@ -524,6 +526,8 @@ for batch in (1, 8, 64, 512, 4096):
     print(f"{batch:5} rows: {intensity(S, batch, 2):5.1f} FLOPs per byte")
 cache_only = 4 * heads / (2 * kv_heads * 2)
 print(f"scores and weighted sums alone, any batch: {cache_only:.1f} FLOPs per byte")
+embedding = 128_256 * heads * head_dim  # the vocabulary, from the published configuration
+print(f"the input embedding is {embedding / 1e9:.1f} of {N / 1e9:.1f} billion parameters")
 
 # %%
 prefill = (2 * N * S + 2 * layers * heads * head_dim * S**2) / (
@@ -561,7 +565,7 @@ for name, (peak, bandwidth) in DEVICES.items():
 #
 # A decode step has one query per head, so tiles of queries give a device with a hundred cores nothing to
 # share. But the keys can be cut: each core takes a part and gives its output and log-sum-exp, and
-# chapter 24's merge adds them up (Flash-Decoding). The same ten lines serve ranks that hold parts of
+# chapter 24's merge adds them up (Flash-Decoding). The same lines serve ranks that hold parts of
 # one long row.
 
 
@@ -625,8 +629,9 @@ print("a step on 4 ranks:", log)
 # at least one. Grouped queries make the cache small and hard to cut. Beyond that one cuts the
 # sequence (chapter 24's merge works for one query as well) or gives whole rows to ranks.
 #
-# The all-reduces are tiny, and there are `2 L` of them on the path of every token. Their latency,
-# not their bytes, is what limits how many ranks help.
+# The all-reduces are tiny, and `2 L + 1` of them lie on the path of every token (the one is the
+# embedding's), before the gather of the logits. Their latency, not their bytes, is what limits how
+# many ranks help.
 #
 # ## On a real cluster
 #
@@ -650,7 +655,7 @@ print("a step on 4 ranks:", log)
 # | cache memory that held tokens, in systems before vLLM | 20.4 % to 38.2 % | arXiv 2309.06180 |
 # | PaLM 540B, int8 weights, a token at small batch | 29 ms on 64 TPU v4 | arXiv 2211.05102 |
 # | Mistral 7B, window of 4,096, at 32k tokens | 8x less cache | arXiv 2310.06825 |
-# | DeepSeek-V2, latent attention against DeepSeek 67B | cache 93.3 % smaller | arXiv 2405.04434 |
+# | DeepSeek-V2 as deployed (latent attention, about 6 bits per number) against DeepSeek 67B | cache 93.3 % smaller | arXiv 2405.04434 |
 # | DeepSeek-R1 on CloudMatrix384, an NPU | prefill 6,688, decode 1,943 tokens/s | arXiv 2506.12708 |
 #
 # The first line with this chapter's formula, OPT-13B having 40 layers and 40 heads of 128 in fp16:
