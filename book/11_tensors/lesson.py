@@ -314,10 +314,10 @@ for length in (12, 10, 9, 5, 2):
 # ## What does a copy cost?
 #
 # A view costs the same for one element and for a million. A copy reads and writes every byte, so
-# its rate is twice the bytes over the time, and it can't be above the memory's bandwidth. Three
-# copies of 32 MiB: into memory that was touched before, row by row; into such memory, but turned;
-# and `clone`, which asks for fresh memory each time. Predict the order of the first two: is the
-# plain copy the faster one? Timings differ from run to run.
+# its rate is twice the bytes over the time. What no cache holds can't be copied faster than the
+# memory's bandwidth. Three copies of 32 MiB: into memory that was touched before, row by row; into
+# such memory, but turned; and `clone`, which asks for fresh memory each time. Predict the order of
+# the first two: is the plain copy the faster one? Timings differ from run to run.
 
 # %% predict="predicted" tags=["nbval-ignore-output"]
 predicted = True  # both move the same bytes, one of them along the rows
@@ -337,8 +337,8 @@ assert plain > transposing
 assert plain > fresh or device.type != "cpu"
 
 # %% [markdown]
-# The transposing copy is slower than the plain one though both move the same bytes: it reads along
-# rows and writes along columns, and memory is fetched in lines of neighbouring bytes. On a CPU
+# The transposing copy is slower than the plain one though both move the same bytes: only one of
+# its two sides can be walked along rows, and memory is fetched in lines of neighbouring bytes. On a CPU
 # `clone` is slower than a copy into warm memory for another reason: the operating system hands out
 # fresh pages and fills them at the first touch. (A device's allocator keeps its memory, so there
 # the third is like the first.) Measure a copy cold and you measure the operating system.
@@ -346,8 +346,8 @@ assert plain > fresh or device.type != "cpu"
 # ## Where are the copies in attention?
 #
 # An attention block with a mark around each move. What to see in the picture: **views are hairlines,
-# each `contiguous()` is a bar**. Three of them go into the products, one leads out; the
-# transposes and the flatten between them are a few microseconds each, whatever the size.
+# copies are bars**. Three `contiguous()` in the first bar go into the products, one in the second
+# leads out; the transposes and the flatten between them take microseconds, whatever the size.
 
 
 # %%

@@ -32,7 +32,7 @@ device = sb.device()
 # Figure 1 of *Attention Is All You Need* draws the whole model: an encoder, a decoder, what goes in
 # and what comes out. You have a model in front of you. Which of its modules is which box?
 #
-# Write the figure down, a line a box: its label, what kind of thing it is, its sizes if the paper
+# Write the figure down, one line per box: its label, what kind of thing it is, its sizes if the paper
 # says them. What lies inside a box is indented under it, and the lines follow the arrows. These
 # are the twenty boxes of the paper's figure; ten lines are enough for most figures.
 
@@ -151,7 +151,7 @@ t
 #
 # - **A slice in a slice is a call in a call.** What a module's slice shows beside its children's is
 #   its own work: in `TransformerEncoderLayer` that is the two additions and the ReLU.
-# - **Backward runs the layer from its end to its start**, and takes about twice as long: each
+# - **Backward runs the layer from its end to its start**, and has about twice the work: each
 #   matrix product of the forward has two in backward, one for the input's gradient and one for the
 #   weight's.
 # - The curve is the memory of this process.
@@ -241,13 +241,15 @@ plot.bars(thin, "% of the layer", "32 channels, 4096 tokens")
 said = {n: f"{n} {thin['FLOPs'][n]:.0f} and {thin['time'][n]:.0f}" for n in thin["time"]}
 plot.show(f"Bars, percent of FLOPs and of time: {', '.join(said.values())}.")
 products = [name for name in thin["FLOPs"] if name.startswith("linear")]
+assert wide["time"]["norm1"] + wide["time"]["norm2"] < 10 or device.type != "cpu"
 assert sum(thin["FLOPs"][n] for n in products) > 49
 assert sum(thin["time"][n] for n in products) < 35 or device.type != "cpu"
 assert thin["time"]["norm1"] > thin["FLOPs"]["norm1"] == 0
 
 # %% [markdown]
-# In the wide layer time follows FLOPs, roughly. In the thin one the two linear layers have half of
-# the FLOPs and far less of the time. Attention has the other half and takes nearly all of the time:
+# In the wide layer the three modules that have the FLOPs have nearly all of the time, though not in
+# the same shares, and these scatter. In the thin one the two linear layers have half of the FLOPs
+# and far less of the time. Attention has the other half and takes nearly all of the time:
 # its products are small, and between them a softmax of every score, and copies, compute next to
 # nothing and read and write everything. Norms have almost no parameters and no matrix product, yet
 # they cost time. On an accelerator, where memory is slower relative to arithmetic, the share of
@@ -356,7 +358,7 @@ print("under sb.trace the same model runs:", t.table()[0]["calls"], "call")
 #
 # **The first run lies.** It allocates, picks kernels, fills caches. And **tracing costs**: a few
 # tens of microseconds for each call of a module. Steps of two layers in turns, untraced, traced and
-# profiled. Of the small one (16 channels, 6 tokens) both tracers make a large part of the step; in
+# profiled. Of the small one (16 channels, 6 tokens) both tracers lengthen the step visibly; in
 # the layer above (512 channels, 64 tokens) their cost is smaller than what steps scatter by, so
 # there a median can come out below the untraced one. That is noise: no tracer is free. Measure with
 # and without, several times, as with any instrument.
