@@ -154,7 +154,7 @@ t
 # - **Backward runs the layer from its end to its start**, and has about twice the work: each
 #   matrix product of the forward has two in backward, one for the input's gradient and one for the
 #   weight's.
-# - The curve is the memory of this process.
+# - The button "memory" adds the memory of this process, as a curve.
 #
 # The table has the same numbers module by module; `t.table().rows` is a list of dicts. FLOPs are
 # counted operator by operator with `flops=True`. Without it the table multiplies the sizes of

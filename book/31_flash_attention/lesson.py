@@ -406,7 +406,7 @@ for scale in (1.0, 8.0):
 #
 # | device | call | layout | trap |
 # |---|---|---|---|
-# | any | `F.scaled_dot_product_attention` | [B, H, S, D] | `is_causal` is top-left; a bool mask is True where a query *may* look |
+# | any | `F.scaled_dot_product_attention` | [B, H, S, D] | `is_causal` is top-left (`torch.nn.attention.bias.causal_lower_right` makes the other mask); a bool mask is True where a query *may* look |
 # | NPU | `torch_npu.npu_fusion_attention(q, k, v, head_num, input_layout, …)` | "BNSD", "BSH", … | `scale` defaults to 1; the mask is True where a query may *not* look and does not broadcast ([diffusers#13451](https://github.com/huggingface/diffusers/pull/13451), an error); an additive mask turned into bool means the opposite ([#14396](https://github.com/huggingface/diffusers/pull/14396), silent); `pre_tockens`, `next_tockens` are spelt like this |
 # | CUDA | `flash_attn_func(q, k, v, causal=)` | [B, S, H, D] | bottom-right since 2.1, top-left before |
 #
