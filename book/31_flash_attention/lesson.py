@@ -427,7 +427,7 @@ print("here attend calls", kernel_for(q))
 # ### And how fast is it here?
 #
 # Beside SDPA's MATH path, which makes the matrix, and beside the kernel that SDPA chooses by itself
-# (ratios of times in one run). Python around small matrix products loses to the latter:
+# (ratios of times in one run). Python around small matrix products loses to a fused one:
 
 
 # %% tags=["nbval-ignore-output"]
@@ -448,7 +448,7 @@ chosen = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 ours = seconds(lambda: flash_attention_forward(q, k, v, causal=True))
 print(f"at 2,048 tokens, causal: tiled / MATH {ours / math_path:.2f}")
 print(f"                  tiled / SDPA's choice {ours / chosen:.2f}")
-assert ours > chosen
+assert ours > chosen or sb.device().type != "cpu"  # elsewhere there may be no fused kernel
 
 # %% [markdown]
 # ## On a real cluster
