@@ -17,6 +17,7 @@ from shardbook.basics.collectives import (
     ring_reduce_scatter,
     tree_broadcast,
 )
+from shardbook.studies.collectives import OPERATIONS, before_and_after
 
 
 def compared(seeds):
@@ -146,3 +147,21 @@ def test_collective_bytes_is_the_floor_of_the_exact_share(op, nbytes, world_size
 def test_collective_bytes_refuses_what_it_does_not_know(op, world_size):
     with pytest.raises(ValueError, match="no cost known"):
         collective_bytes(op, 100, world_size)
+
+
+def test_the_grid_shows_what_each_operation_does():
+    seen = sb.run(before_and_after, world_size=4).values
+    after = {o.name: [found[i][1] for found in seen] for i, o in enumerate(OPERATIONS)}
+    first = seen[0][0][0]  # all pieces of rank 0
+    whole = sum(found[2][0] for found in seen)  # each piece of all ranks
+    own = torch.diag(torch.arange(1.0, 5.0))  # piece r of rank r
+    assert [len(x) for x in after["send and recv"]] == [4, 4, 0, 0]
+    for rank in range(4):
+        assert torch.equal(after["broadcast"][rank], first)
+        assert torch.equal(after["all-reduce"][rank], whole)
+        assert torch.equal(after["scatter"][rank], first[rank : rank + 1])
+        assert torch.equal(after["all-gather"][rank], own)
+        assert torch.equal(after["reduce-scatter"][rank], whole[rank : rank + 1])
+        assert torch.equal(after["all-to-all"][rank], torch.eye(4) * (rank + 1))
+    assert torch.equal(after["reduce (MAX)"][0], whole)
+    assert torch.equal(after["gather"][0], own)

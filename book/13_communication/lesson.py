@@ -36,6 +36,8 @@ from shardbook.basics.collectives import (
     ring_reduce_scatter,
     tree_broadcast,
 )
+from shardbook.pictures.collectives import draw_operations
+from shardbook.studies.collectives import OPERATIONS, before_and_after
 from shardbook.tracing import merge
 
 # %% [markdown]
@@ -116,20 +118,31 @@ print("with isend:", sb.run(swap, False, world_size=2).values)
 # %% [markdown]
 # ## The operations by name
 #
-# A *collective* is a call that every rank of a group makes, in the same order. P ranks, rank r holds
-# x_r; a *piece* is one P-th of a tensor:
-#
-# | collective | before | after | torch.distributed | undone by, or its backward |
-# |---|---|---|---|---|
-# | broadcast | one rank has x | every rank has x | `broadcast` | reduce |
-# | reduce | every rank has its x_r | one rank has the sum | `reduce` | broadcast |
-# | all-reduce | every rank has its x_r | every rank has the sum | `all_reduce` | all-reduce |
-# | scatter | one rank has all pieces | rank r has piece r | `scatter` | gather |
-# | gather | rank r has piece r | one rank has all pieces | `gather` | scatter |
-# | all-gather | rank r has piece r | every rank has all pieces | `all_gather_single` | reduce-scatter |
-# | reduce-scatter | every rank has its x_r | rank r has piece r of the sum | `reduce_scatter_single` | all-gather |
-# | all-to-all | rank r has a piece for each rank | rank r has a piece from each rank | `all_to_all_single` | all-to-all |
-# | barrier | | nobody goes on before all have come | `barrier` | |
+# A *collective* is a call that every rank of a group makes, in the same order. Here are all of them, and
+# the message between two ranks, run on four: each rank has data in a colour of its own, cut into pieces 0
+# to 3, and the right half shows where they are afterwards. Stripes are sums (or, for `reduce` here,
+# maxima) of what several ranks had.
+
+# %%
+seen = sb.run(before_and_after, world_size=4).values
+draw_operations([f"{o.name}: dist.{o.call}" for o in OPERATIONS], seen)
+plt.show()
+
+# %% [markdown]
+# **Predict** before you read on: which operation undoes all-gather, or is its backward? And all-to-all?
+
+# %%
+print(
+    f"{'operation':15} {'torch.distributed':30} {'bytes handed, by rank':22} undone by, or backward"
+)
+for number, operation in enumerate(OPERATIONS):
+    handed = " ".join(f"{found[number][2]:3}" for found in seen)
+    print(f"{operation.name:15} {operation.call:30} {handed:22} {operation.inverse}")
+
+# %% [markdown]
+# A square is 16 bytes. Bytes handed are the whole tensor of the call; what a rank then *sends* depends
+# on the algorithm, which is the rest of this chapter. After `reduce` only rank 0's result means
+# anything. In a barrier nothing moves: nobody goes on before all have come.
 #
 # (`all_gather_single` and `reduce_scatter_single` are `all_gather_into_tensor` and
 # `reduce_scatter_tensor` in torch before 2.13.) Below you meet broadcast, all-reduce, all-gather,

@@ -36,6 +36,14 @@ def figure(width: float = 7.0, height: float = 3.0, columns: int = 1) -> tuple[F
     return fig, [axes] if columns == 1 else list(axes)
 
 
+def grid(width: float, height: float, rows: int, columns: int) -> tuple[Figure, list[Axes]]:
+    """A figure of rows x columns axes in the book's style, row by row in one list."""
+    mpl.rcParams.update(STYLE)
+    fig, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained")
+    _with_words()
+    return fig, list(axes.flat)
+
+
 def show(words: str) -> None:
     """Show the current figure; `words` say what it shows, for those who cannot see it.
 
