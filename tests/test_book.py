@@ -223,11 +223,7 @@ def test_a_lab_shows_the_trace_of_what_the_learner_wrote(chapter, kind):
     )
 
 
-<<<<<<< HEAD
 NO_WORDS = {"13", "23", "24", "25", "43"}
-=======
-NO_WORDS = {"23", "24", "25", "31", "32", "43"}
->>>>>>> 96769f1 (Chapter 13 opens its operations with a grid drawn by running them)
 """Chapters whose stored pictures are older than their words: `book/build.py --all NN` adds them."""
 
 

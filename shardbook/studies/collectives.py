@@ -97,7 +97,7 @@ def _all_to_all(x: Tensor, rank: int, size: int) -> Tensor:
 
 
 def _barrier(x: Tensor, rank: int, size: int) -> Tensor:
-    with warnings.catch_warnings(action="ignore"):  # on an accelerator: that it takes the current one
+    with warnings.catch_warnings(action="ignore"):  # an accelerator's: it takes the current one
         dist.barrier()
     return x
 
