@@ -148,7 +148,6 @@ EXCUSE = re.compile(r"\blong because\b")
 TOO_LONG = {
     "checks/diffusion.py",
     "checks/flash_attention.py",
-    "checks/kv_cache.py",
     "checks/tensors.py",
     "checks/tracing.py",
 }
