@@ -37,6 +37,7 @@ from shardbook.basics.collectives import (
     tree_broadcast,
 )
 from shardbook.pictures.collectives import draw_operations
+from shardbook.studies import links
 from shardbook.studies.collectives import OPERATIONS, before_and_after
 from shardbook.tracing import merge
 
@@ -337,44 +338,19 @@ merge(sb.run(broadcast_on_the_tree, world_size=4).values, "tree_broadcast")
 
 
 # %%
-def ping_pong(sizes):
-    """Seconds of one message of each size in bytes, the best of some."""
-    rank = dist.get_rank()
-    best = []
-    for size in sizes:
-        x = torch.zeros(size, dtype=torch.uint8, device=sb.device())
-        times = []
-        for _ in range(40 if size < 100_000 else 8):
-            start = time.perf_counter()
-            for sender in (0, 1):
-                (dist.send if rank == sender else dist.recv)(x, 1 - rank)
-            x[:1].sum().item()  # a device is asynchronous: wait for it
-            times.append((time.perf_counter() - start) / 2)
-        best.append(min(times))
-    return best
-
-
-def fit(sizes, seconds):
-    """alpha in s and beta in bytes/s of seconds = alpha + size / beta, by relative least squares."""
-    n, t = np.array(sizes, float), np.array(seconds)
-    (alpha, per_byte), *_ = np.linalg.lstsq(
-        np.stack([1 / t, n / t], 1), np.ones_like(t), rcond=None
-    )
-    return max(alpha, 1e-7), 1 / max(per_byte, 1e-15)
-
-
+print(inspect.getsource(links.ping_pong))
 exact = [4**k for k in range(3, 13)]
-alpha, beta = fit(exact, [5e-6 + n / 50e9 for n in exact])
+alpha, beta = links.fit(exact, [5e-6 + n / 50e9 for n in exact])
 print(f"the fit finds alpha = {alpha * 1e6:.3f} us and beta = {beta / 1e9:.3f} GB/s put into it")
 
 # %% tags=["nbval-ignore-output"]
 sizes = [4**k for k in range(3, 13)]
-seconds = sb.run(ping_pong, sizes, world_size=2).values[0]
-alpha, beta = fit(sizes, seconds)
+seconds = sb.run(links.ping_pong, sizes, world_size=2).values[0]
+alpha, beta = links.fit(sizes, seconds)
 fig, (ax,) = plot.figure(6, 3)
 ax.loglog(sizes, [s * 1e6 for s in seconds], "o", label="measured here")
 ax.loglog(sizes, [(alpha + n / beta) * 1e6 for n in sizes], label="alpha + n / beta")
-ax.set(xlabel="bytes", ylabel="microseconds a message")
+ax.set(xlabel="bytes", ylabel="microseconds per message")
 ax.legend()
 plt.show()
 print(f"alpha {alpha * 1e6:.0f} us, beta {beta / 1e9:.2f} GB/s")
@@ -388,10 +364,66 @@ print(f"alpha {alpha * 1e6:.0f} us, beta {beta / 1e9:.2f} GB/s")
 #
 # The formulas are adapted from Thakur, Rabenseifner and Gropp, *Optimization of Collective
 # Communication Operations in MPICH* (2005), without the time for the additions. They suppose that
-# every rank has a core and a link of its own. The four ranks traced above share this machine's cores
-# and its memory, so their ring and star take longer than alpha and beta of one pair predict: several
-# times longer, and not by the same factor. The next picture is computed, not measured: 64 ranks,
-# alpha = 5 us, beta = 50 GB/s, about one 400 Gbit/s port each.
+# every rank has a core and a link of its own. The four ranks here share this machine's cores and its
+# memory. How far off are the formulas, for our ring, for the star (rank 0 receives P - 1 tensors and sends
+# as many, `2(P-1) (alpha + S / beta)`), and for torch's own?
+
+
+# %% tags=["nbval-ignore-output"]
+def measured(sizes):
+    algorithms = ring_all_reduce, star_all_reduce, dist.all_reduce
+    return [[links.seconds_of(run, size, runs=3) for size in sizes] for run in algorithms]
+
+
+sizes = [4**k for k in range(5, 12)]
+names = ("ring", "star", "dist.all_reduce")
+found = dict(zip(names, sb.run(measured, sizes, world_size=4).values[0], strict=True))
+predicted = {
+    "ring": [2 * 3 * (alpha + n / (4 * beta)) for n in sizes],
+    "star": [2 * 3 * (alpha + n / beta) for n in sizes],
+}
+fig, (ax,) = plot.figure(6.5, 3.2)
+for colour, (name, seconds) in zip(plot.COLOURS, found.items(), strict=False):
+    ax.loglog(sizes, [s * 1e6 for s in seconds], "o-", color=colour, label=f"{name}, measured")
+    if name in predicted:
+        ax.loglog(sizes, [s * 1e6 for s in predicted[name]], "--", color=colour, label="predicted")
+ax.set(xlabel="bytes", ylabel="microseconds", title="All-reduce of four ranks")
+ax.legend(fontsize=8)
+plt.show()
+for name, seconds in predicted.items():
+    ends = [found[name][i] / seconds[i] for i in (0, -1)]
+    print(f"{name}: {ends[0]:.1f} times the prediction at 1 KB, {ends[1]:.1f} times at 4 MB")
+print(
+    f"at 4 MB star / ring: {found['star'][-1] / found['ring'][-1]:.1f}, predicted 4.0 for large sizes"
+)
+
+# %% [markdown]
+# The prediction says that the star takes four times as long as the ring, because rank 0's link carries
+# `6 S` and each of the ring's `1.5 S`. Where ranks share two cores and one memory, as in the stored output,
+# no rank has a link of its own: what counts is the bytes of all ranks together, and these are `6 S` for both.
+# The ring's advantage is gone, and its price shows: in each of its six rounds every rank waits for its
+# neighbour to get a turn on a core, while the star waits for rank 0 alone. With a core and a link for each
+# rank the ratio moves towards the formula's.
+#
+# ### The benchmark that everyone quotes
+#
+# nccl-tests (and hccl_test, its like for NPUs) prints two rates. *Algorithm bandwidth* is S over the time.
+# *Bus bandwidth* multiplies it by the share of S that a rank's link has to carry, `2(P-1)/P` for
+# all-reduce, `(P-1)/P` for all-gather and reduce-scatter, 1 for broadcast
+# ([what is the busBW](https://forums.developer.nvidia.com/t/what-is-the-busbw-in-nccl-tests/256858)), so that
+# it can be held against the link's data sheet. `links.bandwidths` does it in a few lines:
+
+# %% tags=["nbval-ignore-output"]
+sizes = [4_096, 65_536, 4_194_304]
+rates = sb.run(links.bandwidths, list(links.MOVED), sizes, world_size=4).values[0]
+print(f"{'GB/s, algorithm / bus':22}" + "".join(f"{n:>18,} B" for n in sizes))
+for op, found in rates.items():
+    print(f"{op:22}" + "".join(f"{a / 1e9:12.3f} / {b / 1e9:.3f}" for a, b in found))
+    assert found[-1][1] > found[0][1], "large messages use the link better"
+
+# %% [markdown]
+# The next picture is computed, not measured: 64 ranks, alpha = 5 us, beta = 50 GB/s, about one 400 Gbit/s
+# port each.
 
 
 # %%
@@ -500,7 +532,7 @@ for name, algorithm in {"flat ring": ring_all_reduce, "hierarchical": hierarchic
 # | shared memory | processes of a host | that of the memory | written by one core, read by another |
 # | PCIe 5.0 x16 | device and host, devices of a host | 63 GB/s each way (32 GT/s x 16 lanes, PCI-SIG) | DMA engines |
 # | NVLink 4, NVSwitch | GPUs of a node | 900 GB/s a GPU, both directions together (H100 data sheet) | loads, stores and DMA between device memories |
-# | HCCS | NPUs of a node or supernode | see your product's page | DMA between device memories |
+# | HCCS, Unified Bus | NPUs of a node or supernode | 392 GB/s each way per Ascend 910C of a CloudMatrix384, under 1 µs to any other ([arXiv 2506.12708](https://arxiv.org/abs/2506.12708), as [described](https://www.besthub.dev/articles/inside-huawei-s-cloudmatrix384-how-a-384-npu-ai-supernode-achieves-sub-microsecond-latency-2e19b4f44110)) | DMA between device memories |
 # | TCP | hosts | that of the port, if the CPU keeps up | socket, kernel, copies on both sides |
 # | RDMA: InfiniBand, RoCE | hosts | 50 GB/s a port (NDR, 400 Gbit/s) | the network card reads and writes memory itself |
 #
@@ -535,7 +567,37 @@ for name, algorithm in {"flat ring": ring_all_reduce, "hierarchical": hierarchic
 # innermost to the outermost for this reason ([arXiv
 # 2407.21783](https://arxiv.org/abs/2407.21783)).
 #
-# One number to see it. Step-Video's activation is 932.5 MB in bf16 (chapter 11), three all-reduces
+# The orders of magnitude, computed for one step of a model of 70 billion parameters (80 layers, h = 8192, 8
+# of 64 heads for K and V) on 512 cards as t = 8, 4 stages, N = 16, with 16 micro-batches of 8,192 tokens in
+# bf16. The lines for context and expert parallelism say what 8 ranks of it would send instead of tensor
+# parallelism's.
+
+# %%
+h, tokens, layers, micro, t, stages, N = 8192, 8192, 80 // 4, 16, 8, 4, 16
+mine = 70e9 / (t * stages)  # parameters of a rank before ZeRO
+activation = tokens * h * 2  # bytes of one micro-batch's [b, s, h]
+times = layers * micro
+rows = {
+    "tensor": (4 * times * 2 * (t - 1) / t * activation, 4 * times),
+    "context, ring": (3 * times * 2 * (t - 1) * tokens / t * (h // 8) * 2, 3 * times * 2 * (t - 1)),
+    "context, Ulysses": (8 * times * (t - 1) / t**2 * activation, 8 * times),
+    "expert, k = 8": (4 * times * 8 * (t - 1) / t * activation / t, 4 * times),
+    "pipeline": (2 * micro * activation, 2 * micro),
+    "data": (2 * (N - 1) / N * mine * 2, 1),
+    "ZeRO-3": (3 * (N - 1) / N * mine * 2, 3 * layers),
+}
+print("one step                GB sent per rank    calls   at 450 GB/s    at 50 GB/s")
+for name, (sent, number) in rows.items():
+    print(f"{name:22}{sent / 1e9:14.1f} {number:12,}{sent / 450e9:12.2f} s{sent / 50e9:12.2f} s")
+assert rows["tensor"][0] > 10 * rows["data"][0] > rows["pipeline"][0]
+
+# %% [markdown]
+# (Backward counts once more for tensor and expert parallelism, and twice for the ring, whose gradients
+# travel too. ZeRO-3 is shown for one gather per step; gathered again for each micro-batch it is 16 times as
+# much.) Tensor parallelism sends tens of times what data parallelism does, in a thousand calls that
+# nothing hides: it gets the fast link. Pipeline and data parallelism can afford the slow one.
+#
+# One number more. Step-Video's activation is 932.5 MB in bf16 (chapter 11), three all-reduces
 # a block under tensor parallelism, 48 blocks, 8 ranks. (Three, because its block has self-attention,
 # cross-attention to the text and an MLP; the block of chapter 44 has no cross-attention and two.) At
 # the full rate of NVLink 4 (450 GB/s each way) and of one NDR port (50 GB/s):
