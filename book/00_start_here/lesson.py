@@ -128,7 +128,9 @@ if sb.device().type == "cpu":  # an accelerator spends its first step on loading
 #
 # New to tensors of many dimensions: start at 11. Fluent in PyTorch and here to shard a model: read
 # 13, then 21 and 22. Porting CUDA code to NPUs: 02, 13, 22 and 24, then 44, which cuts a model in
-# the ways of those two.
+# the ways of those two. A letter or a word that you know by another name:
+# [symbols and words](../GLOSSARY.md), with the Chinese terms, NCCL's and HCCL's names and Megatron-LM's
+# flags.
 
 # %% [markdown]
 # ## How a lab works
