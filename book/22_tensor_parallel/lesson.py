@@ -89,10 +89,12 @@ for name, (weights, activations) in held.items():
     print(f"{name:27}  state {4 * weights:>9,} bytes   activations {activations:>9,} bytes")
 
 # %%
+labels = [n.replace(", ", ",\n").replace(" + ", " +\n") for n in held]
+state, activations = zip(*held.values(), strict=True)
 plot.bars(
     {
-        "state": {n.replace(", ", ",\n"): 4 * w / 1e6 for n, (w, _) in held.items()},
-        "activations": {n.replace(", ", ",\n"): a / 1e6 for n, (_, a) in held.items()},
+        "state": {n: 4 * w / 1e6 for n, w in zip(labels, state, strict=True)},
+        "activations": {n: a / 1e6 for n, a in zip(labels, activations, strict=True)},
     },
     ylabel="MB per rank",
     title="One sequence of 256 tokens",
