@@ -1,7 +1,10 @@
-"""The rewrites that are always safe: the same on CUDA and on the CPU, right on an NPU.
+"""Rewrites of calls that name CUDA where torch has a name for any accelerator.
 
-libcst keeps every comment and blank line of the file. A call is rewritten only where its name is
-known to be torch's (through any alias) and its arguments mean the same in the new function.
+From torch 2.7 on they keep what the calls do on CUDA and give an NPU its own. For an older torch
+what torch.accelerator lacks becomes torch.npu, which is for the NPU alone: without torch_npu that
+name is missing, on CUDA too. libcst keeps every comment and blank line of the file. A call is
+rewritten only where its name is known to be torch's (through any alias) and its arguments mean the
+same in the new function.
 """
 
 import ast
