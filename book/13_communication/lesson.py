@@ -382,13 +382,13 @@ predicted = {
     "ring": [2 * 3 * (alpha + n / (4 * beta)) for n in sizes],
     "star": [2 * 3 * (alpha + n / beta) for n in sizes],
 }
-fig, (ax,) = plot.figure(6.5, 3.2)
+fig, (ax,) = plot.figure(8, 3.2)
 for colour, (name, seconds) in zip(plot.COLOURS, found.items(), strict=False):
     ax.loglog(sizes, [s * 1e6 for s in seconds], "o-", color=colour, label=f"{name}, measured")
     if name in predicted:
         ax.loglog(sizes, [s * 1e6 for s in predicted[name]], "--", color=colour, label="predicted")
 ax.set(xlabel="bytes", ylabel="microseconds", title="All-reduce of four ranks")
-ax.legend(fontsize=8)
+ax.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 plt.show()
 for name, seconds in predicted.items():
     ends = [found[name][i] / seconds[i] for i in (0, -1)]
