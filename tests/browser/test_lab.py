@@ -141,6 +141,9 @@ def hover(page, frame, index):
     until(page, frame, index, page.mouse.move, "i => !document.querySelector('.tip').hidden")
 
 
+PICK = "i => trace.pick(trace.slices[i])"
+
+
 def find(frame, name):
     """The number of the longest slice with this name: the easiest to hit."""
     index = frame.evaluate(
@@ -236,7 +239,7 @@ def test_a_click_shows_the_arguments_as_text(page, ran):
     click(page, frame, find(frame, "all_reduce"))
     words = frame.inner_text(".details")
     assert "all_reduce" in words and "float32" in words and "bytes" in words
-    click(page, frame, find(frame, "0"))
+    frame.evaluate(PICK, find(frame, "0"))  # a layer is too thin to hit beside long waits
     words = frame.inner_text(".details")
     assert "Linear" in words and "float32[8, 64]" in words and "float32[96, 64]" in words
     shot(page, "clicked")
@@ -244,7 +247,8 @@ def test_a_click_shows_the_arguments_as_text(page, ran):
 
 def test_keys_move_and_search_finds(page, ran):
     _, (frame, _) = ran
-    click(page, frame, find(frame, "1"))
+    click(page, frame, find(frame, "all_reduce"))  # the keys go to the view
+    frame.evaluate(PICK, find(frame, "1"))
     page.keyboard.press("f")
     a, b = frame.evaluate("trace.range()")
     assert b - a < frame.evaluate("trace.data.duration") / 2
@@ -267,7 +271,7 @@ def test_dark_theme_is_followed_and_legible(page, ran):
     _, (frame, _) = ran
     run_command(page, "apputils:change-theme", theme="JupyterLab Dark")
     frame.wait_for_function("trace.dark()")
-    click(page, frame, find(frame, "2"))
+    frame.evaluate(PICK, find(frame, "2"))
     ratios = frame.evaluate(
         """() => {
           const light = c => { const v = c.match(/[\\d.]+/g).map(Number).slice(0, 3)
