@@ -59,6 +59,12 @@ def my_part(step, batch=8):
 # Copy the means back with `g.copy_(piece.view_as(g))`: it keeps the strides of a gradient that is
 # not contiguous. Divide once, by the size of *the group*.
 # </details>
+# <details><summary>Hint 3: None</summary>
+#
+# Ask `has_gradient` first, on every rank. For a parameter that it names, `gradient_or_zeros(p)` goes into
+# the flat tensor and becomes `p.grad`; one that it does not name is left out on every rank alike, so the
+# flat tensors have the same length.
+# </details>
 
 # %%
 from shardbook.parallel.data import BUCKET_BYTES, by_dtype, gradient_or_zeros, has_gradient
@@ -131,6 +137,13 @@ check.bucketed_data_parallel(BucketedDataParallel)
 # %% [markdown]
 # **A trace to read.** Two ranks, buckets of 100 kB. Which all-reduces lie under the backward slices?
 # Which one is not hidden, and why can it not be? Run it again with `bucket_bytes=25_000_000`.
+#
+# <details><summary>Answer</summary>
+#
+# All buckets but the last leave while backward runs. The last holds the first layer's gradients, which
+# backward computes last: when it is full, nothing is left to compute. With 25 MB there is only this one.
+# The small all-reduce after it tells which parameters were used.
+# </details>
 
 
 # %% tags=["nbval-ignore-output"]
@@ -168,6 +181,12 @@ except sb.RankError as error:
     print(error)
 
 # %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Ranks 0 to 2 have begun step 3 and wait in an all-reduce for rank 3, which has returned and never calls it.
+# The message names the call and the rank that is missing.
+# </details>
+#
 # On a cluster this is a job that hangs at the end of the epoch until the time-out. Cures: the same
 # number of steps on all ranks (drop or repeat the last batches), or a rank without data goes on
 # calling `finish()`, which sends zeros; then the mean must be taken over the samples, not the ranks.
@@ -177,10 +196,17 @@ except sb.RankError as error:
 # Bytes of bf16 parameters and gradients and of fp32 Adam (master copy, m, v) at ZeRO stages 0 to 3.
 # Shards are rounded up to whole elements.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1: bytes</summary>
 #
-# 2, 2 and 12 bytes per parameter. Stage 1 cuts the optimizer's, stage 2 the gradients as well, stage 3
-# the parameters as well. Round the number of elements, then multiply.
+# 2, 2 and 12 bytes per parameter: the master copy and both moments are in fp32, 4 bytes each.
+# </details>
+# <details><summary>Hint 2: stages</summary>
+#
+# Stage 1 cuts the optimizer's, stage 2 the gradients as well, stage 3 the parameters as well.
+# </details>
+# <details><summary>Hint 3: rounding</summary>
+#
+# A shard has ⌈params / P⌉ elements. Round the number of elements, then multiply by the bytes.
 # </details>
 
 # %% exercise="shardbook.parallel.zero.training_memory"
@@ -351,9 +377,17 @@ sb.predict("reduce-scatters", scatters, found["reduce_scatter"])
 # Clip by the norm of the full gradient, of which each rank holds a part. One all-reduce of one
 # number; a rank without any gradient takes part.
 #
-# <details><summary>Hint</summary>
+# <details><summary>Hint 1: the sum</summary>
 #
-# Squares add up, norms do not. The factor is max_norm / (norm + 1e-6), at most 1.
+# Squares add up, norms do not: all-reduce the sum of squares, then take the root.
+# </details>
+# <details><summary>Hint 2: nobody stays away</summary>
+#
+# A rank without any gradient has the sum 0 and calls the all-reduce all the same, or the others wait.
+# </details>
+# <details><summary>Hint 3: the factor</summary>
+#
+# max_norm / (norm + 1e-6), at most 1, the same on every rank. Return the norm before clipping.
 # </details>
 
 # %%

@@ -174,6 +174,7 @@ handed = 4 * PARAMS  # every fp32 gradient once
 sent = 2 * (WORLD - 1) / WORLD * handed  # ring: reduce-scatter, then all-gather
 
 # %%
+from shardbook.basics.collectives import ring_all_reduce
 from shardbook.parallel.data import BucketedDataParallel, average_gradients_
 
 
@@ -202,9 +203,16 @@ def bytes_of_a_step(strategy, bucket_bytes=25_000_000):
     return len(gradients), sum(c.nbytes for c in gradients), ended[0]
 
 
+def bytes_on_the_ring():
+    """Bytes of the messages of chapter 13's ring, for gradients as one flat tensor."""
+    with calls.record() as log:
+        ring_all_reduce(torch.zeros(PARAMS, device=sb.device()))
+    return sum(c.nbytes for c in log if c.op == "send")
+
+
 measured = sb.run(bytes_of_a_step, "naive", world_size=WORLD).values[0]
 sb.predict("bytes a rank hands to all-reduce", handed, measured[1])
-sb.predict("bytes a rank sends, ring", sent, 2 * 3 * -(-measured[1] // 4))
+sb.predict("bytes a rank sends, ring", sent, sb.run(bytes_on_the_ring, world_size=WORLD).values[0])
 
 # %% [markdown]
 # ## Fewer messages, and earlier
@@ -364,7 +372,7 @@ for normalise in (False, True):
     print(f"  gradient off by {100 * error.item():.0f} %")
 
 # %% [markdown]
-# Nothing crashes, the loss goes down, and every token of rank 3 weighs four times as much as one of
+# Nothing crashes, and every token of rank 3 weighs four times as much as one of
 # rank 0. The same happens between micro-batches. The cure is to divide by the number of tokens of
 # *all* ranks, which costs an all-reduce of one number. Trainers keep meeting this one
 # ([prime-rl#2562](https://github.com/PrimeIntellect-ai/prime-rl/pull/2562): first its supervised trainer,
@@ -468,14 +476,14 @@ print("measured and predicted agree within 1 %:", agree)
 def memory_curves(held):
     fig, (ax,) = plot.figure(7, 3.6)
     worlds = [1, 2, 3, 4, 8, 16, 32, 64]
-    names = ["data parallel: 16", "ZeRO-1: 4 + 12/N", "ZeRO-2: 2 + 14/N", "ZeRO-3: 16/N"]
+    names = ["data parallel: 16", "ZeRO-1: 4 + 12/P", "ZeRO-2: 2 + 14/P", "ZeRO-3: 16/P"]
     for stage, name in enumerate(names):
         total = [sum(training_memory(PARAMS, n, stage).values()) / PARAMS for n in worlds]
         ax.plot(worlds, total, color=plot.COLOURS[stage], label=name)
         ax.plot(list(held), [row[stage] for row in held.values()], "o", color=plot.COLOURS[stage])
     ax.set_xscale("log", base=2)
     ax.set_xticks(worlds, worlds)
-    ax.set(xlabel="ranks N", ylabel="bytes per parameter", ylim=(0, 17.5))
+    ax.set(xlabel="ranks P", ylabel="bytes per parameter", ylim=(0, 17.5))
     ax.set_title("lines: closed form, dots: measured here")
     ax.legend(loc="center right")
     return fig
@@ -530,7 +538,7 @@ for when, share in sb.run(full_parameters_over_a_step, world_size=WORLD).values[
 # A quarter before and after the step: the shard. Between the passes 0.35, since autograd also holds
 # a few activations. While a block computes, its own full parameters come on top, and the embedding
 # and head that the outermost module gathered. Wrapping the whole model as *one* module would gather
-# everything at once: correct, and useless.
+# everything at once: correct, and the peak holds every parameter whole.
 #
 # How many bytes does it cost? Predict for one step: the model is cut into three modules (two
 # blocks, and the rest).
@@ -659,9 +667,9 @@ for name, values in curve.items():
 # %% [markdown]
 # ## Beside PyTorch's own
 #
-# The same step with `DistributedDataParallel`, `ZeroRedundancyOptimizer` and `fully_shard`: values
-# after five steps, floating-point bytes handed to collectives in the fifth (DDP rearranges its
-# buckets after the first), and state held after it.
+# The same step with `DistributedDataParallel`, `ZeroRedundancyOptimizer` and `fully_shard`: the
+# loss of the fifth step, the floating-point bytes that a ring sends for its collectives (DDP rearranges
+# its buckets after the first step), and what is held after it.
 
 
 # %%
@@ -721,10 +729,10 @@ print("                             same loss   bytes sent   bytes held (per par
 for pair in pairs:
     for name in pair:
         loss, sent, kept = found[name]
-        print(f"{name:28} {abs(loss - found[pair[0]][0]) < 1e-4!s:9} {sent:12.2f} {kept:12.2f}")
+        print(f"{name:28} {abs(loss - found[pairs[0][0]][0]) < 1e-4!s:9} {sent:12.2f} {kept:12.2f}")
 
 # %% [markdown]
-# Read the differences. `ZeroAdamW` holds what the table of the stages says: 4 bytes of parameter, 4 of
+# Read the differences. `ZeroAdamW` holds what stage 1 has to hold in fp32: 4 bytes of parameter, 4 of
 # gradient and 8/P of moments, 10 on four ranks.
 #
 # - DDP keeps its buckets, 4 bytes per parameter, beside the gradients (`gradient_as_bucket_view=True`
@@ -736,9 +744,10 @@ for pair in pairs:
 #   forward to backward (`reshard_after_forward` is False for the root by default), since backward
 #   begins there.
 #
-# ## What data parallel leaves whole: activations
+# ## What ZeRO leaves whole: activations
 #
-# ZeRO cuts the state. What a layer keeps for backward grows with the tokens of *this* rank and stays.
+# Data parallel cut the batch and ZeRO the state. What a layer keeps for backward of *this* rank's tokens,
+# no stage cuts: with B sequences of S tokens, width D and H heads, some multiple of `B S D` numbers.
 # **Checkpointing** keeps less and computes it again: *full*, a block keeps only its input and runs
 # forward a second time in backward ([Chen et al., arXiv 1604.06174](https://arxiv.org/abs/1604.06174));
 # *selective*, it keeps what is dear to compute, here the results of matrix products, and repeats the
@@ -767,10 +776,12 @@ sb.predict("kept, block inputs", inputs_kept, kept["block inputs"])
 sb.predict("operations, block inputs", inputs_work, work["block inputs"] / work["everything"])
 same = all(torch.equal(g, gradients["everything"]) for g in gradients.values())
 print(f"everything: {kept['everything']:.1f} B S D; same gradients, bit for bit: {same}")
-assert work["products"] == work["everything"], "products are not repeated"
+assert work["products"] == work["everything"], "no product with weights is repeated"
 
 # %% [markdown]
-# Half for no product more, a twentieth for two ninths more. The often quoted `34 B S D` bytes per block
+# Keeping the products holds half as much and repeats no product with weights; keeping the inputs holds a
+# twentieth and repeats two ninths of the operations. (Attention is repeated in both, and counted in
+# neither.) The often quoted `34 B S D` bytes per block
 # ([Korthikanti et al., arXiv 2205.05198](https://arxiv.org/abs/2205.05198)) are 16 of these units at two
 # bytes and two masks of dropout at one; ours has no dropout, and keeps rotated beside unrotated queries and
 # keys, and attention's output twice. That paper's selective recomputation repeats only what belongs to
@@ -778,42 +789,51 @@ assert work["products"] == work["everything"], "products are not repeated"
 #
 # ## Does it fit? Two sizes worked out
 #
-# 16 bytes of state per parameter, cut by ZeRO-3; activations of one sequence of 4,096 tokens per card;
-# three times the 16-bit parameters over the links per step; 6 operations per parameter and token, 8 with
-# full checkpointing. Cards of 80 GB and 989 TFLOP/s, half of which is reached; NVLink's 450 GB/s each way in
-# one host of 8, 50 GB/s of RDMA between hosts (NVIDIA's data sheets).
+# 16 bytes of state per parameter, cut by ZeRO-3; activations of sequences of 4,096 tokens; three times
+# the 16-bit parameters over the links per step; 6 operations per parameter and token, 8 when the whole
+# forward is repeated. Cards of 80 GB and 989 TFLOP/s, of which we assume half; 450 GB/s of NVLink each way
+# in a host of 8 (NVIDIA's data sheet), and adapters of 50 GB/s between hosts. NCCL adds up a host's
+# adapters where NVLink is at least as fast as their sum
+# ([a maintainer, nccl#412](https://github.com/NVIDIA/nccl/issues/412)): a ring leaves the host through each.
+# So one line has an adapter per card, and one has a single adapter per host.
+#
+# Not counted: attention's scores, the logits, the gathered parameters, latencies.
 
 
 # %%
-def size(params, layers, width, cards, sequences, checkpoint, tokens=4096):
+def size(params, layers, width, cards, sequences, checkpoint, adapters=8, tokens=4096):
     """GB of state, GB of activations, seconds of messages and of arithmetic, per card and step."""
     unit = sequences * tokens * width  # B S D
     kept = 2 * unit * layers + 34 * unit if checkpoint else 34 * unit * layers
-    link = 450e9 if cards <= 8 else 50e9
+    link = 450e9 if cards <= 8 else adapters * 50e9
     messages = 3 * 2 * params * (cards - 1) / cards / link
     work = (8 if checkpoint else 6) * params * sequences * tokens / (0.5 * 989e12)
     return 16 * params / cards / 1e9, kept / 1e9, messages, work
 
 
-print("                                 state  activations  messages  arithmetic")
+seventy = 70e9, 80, 8192, 64
+print("                                     state  activations  messages  arithmetic")
 for name, *sizes in [
     ("7B on 8, 1 sequence", 7e9, 32, 4096, 8, 1, False),
-    ("70B on 64, 1 sequence", 70e9, 80, 8192, 64, 1, False),
-    ("70B on 64, 1, checkpointed", 70e9, 80, 8192, 64, 1, True),
-    ("70B on 64, 4, checkpointed", 70e9, 80, 8192, 64, 4, True),
+    ("70B on 64, 1 sequence", *seventy, 1, False),
+    ("70B on 64, 1, checkpointed", *seventy, 1, True),
+    ("the same, one adapter per host", *seventy, 1, True, 1),
+    ("4 sequences, one adapter per host", *seventy, 4, True, 1),
 ]:
     state, acts, messages, arithmetic = size(*sizes)
-    row = f"{name:30} {state:4.0f} GB {acts:9.0f} GB {messages:7.2f} s {arithmetic:9.2f} s"
+    row = f"{name:34} {state:4.0f} GB {acts:9.0f} GB {messages:7.2f} s {arithmetic:9.2f} s"
     print(row + ("" if state + acts < 80 else "   does not fit"))
-assert sum(size(70e9, 80, 8192, 64, 1, False)[:2]) > 80 > sum(size(70e9, 80, 8192, 64, 4, True)[:2])
-assert size(70e9, 80, 8192, 64, 1, True)[2] > size(70e9, 80, 8192, 64, 1, True)[3]
+assert sum(size(*seventy, 1, False)[:2]) > 80 > sum(size(*seventy, 4, True)[:2])
+assert size(*seventy, 1, True)[2] < size(*seventy, 1, True)[3] < size(*seventy, 1, True, 1)[2]
+assert size(*seventy, 4, True, 1)[2] < size(*seventy, 4, True, 1)[3]
 
 # %% [markdown]
 # So: **7B on 8 with ZeRO-3 and nothing else, because** it fits and its messages take a quarter of the
-# arithmetic. **70B on 64 with full checkpointing and four sequences per card, because** without it one
-# sequence does not fit, and with one sequence the card waits for RDMA: messages are paid per step and not
-# per token, so more tokens per step hide them. Or with fewer bytes between hosts: hybrid sharding below,
-# tensor parallelism in the host (chapter 22).
+# arithmetic. **70B on 64 with full checkpointing, because** without it one sequence does not fit; through
+# eight adapters per host its messages take a quarter of the arithmetic too. Through one adapter the card
+# waits: messages are paid per step and not per token, so four sequences per card hide them. Hybrid sharding
+# (below) is no way out here: the state of 70B on the 8 cards of one host is 140 GB per card. Tensor
+# parallelism in the host is one (chapter 22).
 #
 # ## Out of device memory: the host
 #
@@ -873,7 +893,7 @@ sb.predict("bytes per parameter over the bus, each step", bus_bytes, moved)
 # Where the device is an accelerator these tensors really lie apart; on a CPU both are the same
 # memory and only the accounting shows. The price: the update runs at the host's memory bandwidth,
 # and the bus is narrow (PCIe 4.0 x16: about 32 GB/s each way), so a 7B model on 4 ranks moves
-# 3.5 GB down and 3.5 GB up, 0.2 s a step if nothing is hidden. It pays when the batch is large
+# 3.5 GB down and 3.5 GB up, 0.2 s per step if nothing is hidden. It pays when the batch is large
 # enough for the step to be long.
 #
 # ## Why a larger batch stops helping
@@ -902,6 +922,7 @@ def steps_to_goal(batch, lr, goal=1.5):
 batches = [2, 4, 8, 16, 32, 64]
 steps = {lr: [steps_to_goal(b, lr) for b in batches] for lr in (3e-3, 1e-2)}
 best = [min(found) for found in zip(*steps.values(), strict=True)]
+assert best[0] > 2 * best[2] and best[4] < 2 * best[5], "the curve flattens"
 print("sequences a batch ", "".join(f"{b:7}" for b in batches))
 print("steps             ", "".join(f"{n:7}" for n in best))
 print("sequences in all  ", "".join(f"{b * n:7}" for b, n in zip(batches, best, strict=True)))
@@ -922,7 +943,8 @@ plt.show()
 # while the work of a step doubles. A gradient averaged over more samples is less noisy, and once the
 # noise is small beside the gradient itself, averaging more buys nothing. McCandlish et al.
 # ([arXiv 1812.06162](https://arxiv.org/abs/1812.06162)) call the turning point the critical batch
-# size and estimate it by the **gradient noise scale** tr(Σ)/|G|². Data parallel measures it for free:
+# size and estimate it by the **gradient noise scale** tr(Σ)/|G|², G the gradient over all
+# data and Σ the covariance of one sample's. Data parallel measures it for free:
 # the norms of the gradient before and after the average are two batch sizes.
 
 
@@ -949,29 +971,29 @@ def noise_scale(begin, steps):
     return noise / signal
 
 
-for begin in (0, 30):
-    scale = sb.run(noise_scale, begin, 20, world_size=WORLD).values[0]
+scales = {b: sb.run(noise_scale, b, 20, world_size=WORLD).values[0] for b in (0, 30)}
+for begin, scale in scales.items():
     print(f"steps {begin} to {begin + 20}: noise scale about {scale:.0f} sequences")
+assert scales[0] < scales[30]
 
 # %% [markdown]
-# The noise scale grows as the loss falls, so large runs start with a small batch and raise it. On
+# The noise scale grows as the loss falls, so a run may start with a small batch and raise it. On
 # ImageNet, Goyal et al. ([arXiv 1706.02677](https://arxiv.org/abs/1706.02677)) kept the accuracy up
-# to a batch of 8192 images and lost it beyond. When the batch is at its limit, more devices need
+# to a batch of 8192 images. When the batch is at its limit, more devices need
 # another axis: tensor, pipeline or context parallel (chapters 22 to 24).
 #
 # ## On a real cluster
 #
 # - **One host.** 8 NPUs over HCCS or 8 GPUs over NVLink: use ZeRO-3 or ZeRO-1 freely. Collectives
 #   run on their own stream or engine, so the overlap you saw as event order becomes time.
-# - **Many hosts.** RDMA (RoCE or InfiniBand) is several times slower than the links inside. Shard
-#   inside a host and replicate between hosts (hybrid sharding): all-gathers stay inside, only
-#   reduced shards cross.
+# - **Many hosts.** A card's RDMA adapter (RoCE or InfiniBand) is several times slower than its links
+#   inside. If the state fits one host, shard inside it and replicate between hosts (hybrid sharding):
+#   all-gathers stay inside, only reduced shards cross.
 # - **NPU, HCCL.** `backend="hccl"`; AVG is a sum and a division there (torch_npu's), as here. Each communicator
 #   takes 2 × `HCCL_BUFFSIZE` of device memory, 200 MB each by default
 #   ([CANN manual](https://www.hiascend.com/document/detail/en/canncommercial/850/commlib/hcclug/hcclug_000076.html)):
 #   a handful of process groups costs gigabytes. Time-outs are HCCL_CONNECT_TIMEOUT and
-#   HCCL_EXEC_TIMEOUT, not the process group's alone. Use `torch.optim.AdamW(fused=True)` or the plain
-#   one, not apex.
+#   HCCL_EXEC_TIMEOUT, not the process group's alone.
 # - **CUDA, NCCL.** A synchronous collective blocks the stream, not the host: wrong overlap shows as
 #   gaps in the trace, not in the order of Python events.
 # - **Both.** A rank that stops early (uneven data, an exception) leaves the others in all-reduce
@@ -984,8 +1006,8 @@ for begin in (0, 30):
 # | memory of a rank, stage 1, 2, 3 | 7.0, 5.5, 4.0 of 16 bytes per parameter, on 4 ranks | 31.4, 16.6, 1.9 GB of 120 GB: 7.5 B parameters on 64 GPUs ([ZeRO, arXiv 1910.02054](https://arxiv.org/abs/1910.02054), figure 1) |
 # | traffic of ZeRO-3 | 1.5 times data parallel | 1.5 times (the same, section 7) |
 # | scaling of DDP | not measured: four ranks share one machine here | near-linear on 256 GPUs ([PyTorch Distributed, arXiv 2006.15704](https://arxiv.org/abs/2006.15704)) |
-# | offload | 12/P bytes per parameter moved to the host | 13 B parameters on one V100 with 32 GB ([arXiv 2101.06840](https://arxiv.org/abs/2101.06840)) |
-# | batch | 18, 16, 14 steps with 16, 32, 64 sequences: four times the work for 4 steps less | accuracy kept up to 8192 images, lost beyond; ImageNet in one hour on 256 GPUs ([arXiv 1706.02677](https://arxiv.org/abs/1706.02677)) |
+# | offload | 12/P bytes per parameter in host memory | 13 B parameters on one V100 with 32 GB ([arXiv 2101.06840](https://arxiv.org/abs/2101.06840)) |
+# | batch | 18, 16, 14 steps with 16, 32, 64 sequences: four times the work per step for 4 steps less | accuracy kept up to 8192 images; ImageNet in one hour on 256 GPUs ([arXiv 1706.02677](https://arxiv.org/abs/1706.02677)) |
 #
 # Now write it: [the lab](../labs/21_data_parallel.ipynb). Then
 # [chapter 22](22_tensor_parallel.ipynb) cuts the layers themselves.

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 22 · Tensor and sequence parallel: the lab
 #
-# You write the layers that cut a transformer over ranks: six conjugate pairs, two linear layers,
+# You write the layers that cut a transformer over ranks: three conjugate pairs, two linear layers,
 # attention, the two ends at the vocabulary, and a sequence-parallel block. At the end the small
 # model of this book trains with them. Two to three hours.
 #
@@ -68,9 +68,9 @@ check.copy_to_group(copy_to_group)
 check.reduce_from_group(reduce_from_group)
 
 # %% [markdown]
-# ## Exercise 2: four more pairs
+# ## Exercise 2: two more pairs
 #
-# For cut activations. Mind the two gathers: they do the same forward and not the same backward.
+# For cut activations: gather and scatter, all-gather and reduce-scatter. Mind the two gathers: they do the same forward and not the same backward.
 # After `gather_from_group` every rank does the *same* with the result, after `all_gather_to_group`
 # each rank does *another part* of the work.
 #
@@ -83,6 +83,11 @@ check.reduce_from_group(reduce_from_group)
 #
 # If all ranks did the same with the gathered tensor, they all have the same, whole gradient. If
 # each did a part, the gradients have to be summed first.
+# </details>
+# <details><summary>Hint 3</summary>
+#
+# Backward: `gather_from_group` takes this rank's slice, `scatter_to_group` all-gathers,
+# `reduce_scatter_to_group` all-gathers, `all_gather_to_group` reduce-scatters.
 # </details>
 
 # %% exercise="shardbook.parallel.tensor.gather_from_group shardbook.parallel.tensor.scatter_to_group shardbook.parallel.tensor.reduce_scatter_to_group shardbook.parallel.tensor.all_gather_to_group"
@@ -160,6 +165,13 @@ sb.predict("bytes all-reduced", predicted, sb.run(mlp_bytes).values[0])
 #
 # Leave `copy_to_group` out and let the check speak. Which properties still hold? Read the hint
 # before you go on: forward values can't show this mistake.
+#
+# <details><summary>Answer</summary>
+#
+# The cell prints them. Outputs and the shards' own gradients are right, since neither needs f; what breaks
+# is the gradient of the input, which lacks the addends of the other ranks, and the number of calls: the
+# all-reduce that would have brought them is missing.
+# </details>
 
 
 # %%
@@ -183,6 +195,11 @@ except NameError:
 # %% [markdown]
 # Values can't show it, calls can: the traces of one step with your layer and without f. `diff` names
 # the first call that differs. Was it made forward or backward?
+#
+# <details><summary>Answer</summary>
+#
+# Backward. Forward both make one all-reduce, g of the row-parallel layer; the second call, f's, is missing.
+# </details>
 
 
 # %%
@@ -210,6 +227,11 @@ compare()
 # ### A hang to provoke: one rank leaves early
 #
 # Rank 1 returns before the sum. Everyone else waits for it. How does the message tell who?
+#
+# <details><summary>Answer</summary>
+#
+# Each rank's calls are recorded as they begin. The others stand in an all-reduce that rank 1 never began.
+# </details>
 
 
 # %%
@@ -327,6 +349,11 @@ sb.predict("bytes all-reduced", predicted, sb.run(loss_bytes).values[0])
 # Before you write: x is cut by tokens. The norm's weight is whole on every rank. Its gradient on
 # rank 0 is computed from which tokens? And that of `mlp_down.bias`?
 #
+# <details><summary>Answer</summary>
+#
+# Both from rank 0's S/P tokens only: the bias is added after the reduce-scatter. Each is one addend of P.
+# </details>
+#
 # `on_shard(module, x, group)` runs a module on this rank's tokens with its parameters sent through
 # f, so that their gradients are summed.
 
@@ -401,7 +428,14 @@ plt.show()
 # ### A trace to read
 #
 # One step of it. Between which two slices does each all-reduce lie? Which ranks wait in it, and for
-# whom? Where is the all-reduce that belongs to no block?
+# whom? Which all-reduces belong to no block?
+#
+# <details><summary>Answer</summary>
+#
+# Forward, after the row-parallel product of each half of a block (g); backward, after the column-parallel
+# layer's (f). In each, whoever comes first waits for the last. To no block belong the embedding's at the
+# beginning, the three of the loss at the end of forward, and the head's f at the beginning of backward.
+# </details>
 
 
 # %% tags=["nbval-ignore-output"]
