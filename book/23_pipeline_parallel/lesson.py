@@ -186,7 +186,8 @@ print(
 
 # %% [markdown]
 # The clock on real ranks and the closed form agree to the last digit, and will on any machine: that
-# is a statement about the schedule. With messages that take time, both change alike.
+# is a statement about the schedule. The closed form knows no messages: where they take time, the
+# clock agrees with the simulator only, as we shall see.
 #
 # A large m makes the bubble small. Three things limit it: the batch has an end; small micro-batches
 # make small, inefficient matrix products; and memory.
@@ -290,7 +291,7 @@ print("chunks alive by rank:", pale["peak_live"], "of half the size;  1F1B:", al
 
 # %% [markdown]
 # Live chunks are 2(p-s-1)+(v-1)p+1, more memory than 1F1B. And each of the pv-1 boundaries is a
-# message, v times as many bytes. With a latency of a fifth of a forward for a message:
+# message, where 1F1B has p-1: more than v times as many bytes. With a latency of a fifth of a forward for a message:
 
 # %%
 for v, schedule in ((1, one_f_one_b(4, 8)), (2, interleaved(4, 8, 2)), (4, interleaved(4, 8, 4))):
@@ -308,8 +309,8 @@ for v, schedule in ((1, one_f_one_b(4, 8)), (2, interleaved(4, 8, 2)), (4, inter
 # Now all three on real ranks, with messages for free and with messages of 0.2 (a chunk's forward of
 # the interleaved schedule takes 0.5). Measured equals simulated, since both follow the same two
 # rules; the ranks follow them by real messages. 1F1B's bubble is GPipe's as long as messages are
-# free. When they are not, it is larger: in its steady state every turn waits for a message in one
-# direction or the other, where GPipe sends all activations one way and then all gradients the other.
+# free. When they are not, it is larger: in its steady state ranks wait again and again for
+# messages, which go both ways, where GPipe sends all activations one way and then all gradients the other.
 
 # %%
 print("bubble (virtual)   closed form   measured   with messages of 0.2")
@@ -328,7 +329,7 @@ assert idle_share(timelines["1F1B"]) > idle_share(timelines["GPipe"])
 
 # %% [markdown]
 # The trace of 1F1B *is* the Gantt chart of the schedule. Find where the last rank waits for its first
-# micro-batch, the gaps of 0.2 in the steady state, and the end of the pipeline on rank 0.
+# micro-batch, the gaps in the steady state (each as long as two messages), and the end of the pipeline on rank 0.
 
 # %% tags=["nbval-ignore-output"]
 virtual_trace(timelines["1F1B"], "1F1B on four real ranks")
@@ -449,8 +450,9 @@ draw_schedules({f"{name} (virtual)": t for name, t in list(played.items())[2:4]}
 plt.show()
 
 # %% [markdown]
-# - A bubble of 0.059 is left: every rank is idle for 3 slots of 51, before its first micro-batch comes
-#   or after its last one, while others finish. Those slots vanish only if a stage may start the next
+# - A bubble of 0.059 is left: every rank is idle for 3 slots of 51. Under ZBV they lie before its first
+#   micro-batch comes or after its last one, while others finish; under the other two a rank waits
+#   in between as well. The slots at the ends vanish only if a stage may start the next
 #   step while another still works on this one, so the optimizer must not synchronise the
 #   stages: no norm of all gradients before the update. The authors step first and check afterwards,
 #   rolling back the rare step that was wrong (*post-validation*,

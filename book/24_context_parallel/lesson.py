@@ -112,7 +112,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The first line rises with the square of the length. Not keeping scores (chapter 31) makes it linear.
+# The first line bends towards the square of the length. Not keeping scores (chapter 31) makes it linear.
 # Only cutting the sequence makes it a fraction. Predict the fraction that each of four ranks keeps,
 # with everything that is not attention included:
 
@@ -499,7 +499,7 @@ plt.show()
 # Computed from data sheets, for 8 ranks and a layer like Llama-3-8B's (32 heads, 8 kv heads, 128),
 # without latencies: kernels reach less than the peak, which moves the ring's end to the left, and
 # small messages take longer than their bytes. Where a ring's line ends, its messages are hidden
-# completely. Over the slow link Ulysses wins up to some 32k tokens, the ring beyond. With few kv
+# completely. Over the slow link Ulysses wins up to 16k tokens, the ring from 32k on. With few kv
 # heads on a fast link the ring has little to hide. Both at once, on a mesh: the next section.
 #
 # xDiT publishes both for a diffusion transformer, where no mask unbalances the ring: Flux.1-dev on
@@ -872,8 +872,10 @@ for ranks in (1, 2, 4, 8, 16, 32):
     print(f"{ranks:3}   {errors[0]:.2e}         {errors[1]:.2e}")
 
 # %% [markdown]
-# [ring-flash-attention#42](https://github.com/zhuzilin/ring-flash-attention/issues/42) reports it, and its README names it as a limit of kernels that
-# return bf16. Keep the running output and dk, dv in fp32, as `_Ring` does: it costs four bytes a
+# [ring-flash-attention#42](https://github.com/zhuzilin/ring-flash-attention/issues/42) reports errors that grow
+# with the number of ranks although the running output is in fp32, and suspects the 16-bit output of
+# each block; its README names that as a limit. So two things have to be in fp32: what the kernel
+# returns for a block, and the running output and dk, dv, as in `_Ring`. It costs four bytes per
 # value of one shard, and twice the bytes for travelling gradients.
 #
 # ## On a real cluster
@@ -898,7 +900,7 @@ for ranks in (1, 2, 4, 8, 16, 32):
 # |---|---|---|
 # | ring, zigzag, stripe, 8 H800, forward + backward | 53.9, 90.2, 82.9 % of ideal | ring-flash-attention's README |
 # | Flux.1-dev, compiled, H100: 1; Ulysses-2, Ring-2; Ulysses-4, Ring-4 | 4.30; 2.68, 2.60; 1.63, 1.98 s | xDiT's page on Flux |
-# | Ours, time of zigzag over contiguous, 4 paced ranks | predicted 2.25 blocks of 4 = 0.5625, measured 0.57 | this page |
+# | Ours, time of zigzag over contiguous, 4 paced ranks | predicted 2.25 blocks of 4 = 0.5625, measured above | this page |
 #
 # Now write it: [the lab](../labs/24_context_parallel.ipynb). Then
 # [chapter 25](25_expert_parallel.ipynb) sends tokens to experts.

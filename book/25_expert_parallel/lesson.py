@@ -134,8 +134,8 @@ print("softmax of the chosen logits alone = normalised:", torch.allclose(
 # An expert that is chosen often learns fast, and is chosen more often. Here we set two favourites by
 # hand, with a bias of 3 in the router, where a random initialisation or a change of data may make
 # them, and train the small model. Does it even out by itself? The auxiliary loss of Switch is `E * sum of f_e p_e`, with f_e the share of
-# the choices that went to expert e and p_e the mean probability it got. Its smallest value is 1, at
-# perfect balance. f_e is a count, so the gradient comes through p_e: experts with many tokens get
+# the choices that went to expert e and p_e the mean probability it got. At perfect balance it is 1,
+# and it grows as choices and probability gather on the same experts. f_e is a count, so the gradient comes through p_e: experts with many tokens get
 # their probability lowered. The model trains for 40 steps only, so the loss counts 0.1 here; Switch
 # takes 0.01.
 #
@@ -441,7 +441,7 @@ for way in (one_by_one, padded, grouped):
 assert best[grouped] < best[padded], "three times as many rows take longer"
 
 # %% [markdown]
-# Padding costs what it adds, even on a CPU. On an accelerator each small product of the loop is also a
+# Padding is slower than the grouped product, even on a CPU. On an accelerator each small product of the loop is also a
 # launch that fills a part of the device, and the grouped kernel is one launch.
 #
 # ## Does it train?
