@@ -23,14 +23,14 @@ from shardbook.parallel.schedules import (
 )
 from shardbook.pictures.pipeline import draw_schedules, draw_stages
 from shardbook.studies.pipeline_lm import (
-    Marked,
     Recomputed,
     Saved,
     Stage,
-    Timed,
     idle_share,
     in_order,
+    marked,
     split_lm,
+    timed,
     virtual_trace,
 )
 from shardbook.studies.zero_bubble import SPLIT, torch_order
@@ -165,7 +165,7 @@ def timed_pipeline(wrap):
 
 
 def test_run_pipeline_carries_the_time_without_knowing_it():
-    timeline = in_order(sb.run(timed_pipeline, Timed, world_size=3).values)
+    timeline = in_order(sb.run(timed_pipeline, timed, world_size=3).values)
     assert timeline == simulate(one_f_one_b(3, 4), 1.5, 2.5, send=0.125)["timeline"]
     trace = virtual_trace(timeline, "1F1B")
     assert "virtual time" in repr(trace)
@@ -184,7 +184,7 @@ def traced_pipeline():
     stage = chunks_of(1, num_layers=2)[0]
     tokens, targets = (t.to(sb.device()).split(1) for t in counting_batch(0, batch=2, seq=8))
     with sb.trace() as t:
-        run_pipeline(Marked(stage), gpipe(2, 2), tokens, targets, token_loss)
+        run_pipeline(marked(stage), gpipe(2, 2), tokens, targets, token_loss)
     return t
 
 

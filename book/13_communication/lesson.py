@@ -401,9 +401,9 @@ print(
 # The prediction says that the star takes four times as long as the ring, because rank 0's link carries
 # `6 S` and each of the ring's `1.5 S`. Where ranks share two cores and one memory, as in the stored output,
 # no rank has a link of its own: what counts is the bytes of all ranks together, and these are `6 S` for both.
-# The ring's advantage is gone, and its price shows: in each of its six rounds every rank waits for its
-# neighbour to get a turn on a core, while the star waits for rank 0 alone. With a core and a link for each
-# rank the ratio moves towards the formula's.
+# The ring's advantage is gone; that it comes out behind the star is most likely the price of its six rounds,
+# in each of which every rank waits until its neighbour has had a turn on a core. We have not measured it with
+# a core and a link for each rank, for which the formulas are meant.
 #
 # ### The benchmark that everyone quotes
 #
@@ -531,10 +531,10 @@ for name, algorithm in {"flat ring": ring_all_reduce, "hierarchical": hierarchic
 # |---|---|---|---|
 # | shared memory | processes of a host | that of the memory | written by one core, read by another |
 # | PCIe 5.0 x16 | device and host, devices of a host | 63 GB/s each way (32 GT/s x 16 lanes, PCI-SIG) | DMA engines |
-# | NVLink 4, NVSwitch | GPUs of a node | 900 GB/s a GPU, both directions together (H100 data sheet) | loads, stores and DMA between device memories |
+# | NVLink 4, NVSwitch | GPUs of a node | 900 GB/s per GPU, both directions together (H100 data sheet) | loads, stores and DMA between device memories |
 # | HCCS, Unified Bus | NPUs of a node or supernode | 392 GB/s each way per Ascend 910C of a CloudMatrix384, under 1 µs to any other ([arXiv 2506.12708](https://arxiv.org/abs/2506.12708), as [described](https://www.besthub.dev/articles/inside-huawei-s-cloudmatrix384-how-a-384-npu-ai-supernode-achieves-sub-microsecond-latency-2e19b4f44110)) | DMA between device memories |
 # | TCP | hosts | that of the port, if the CPU keeps up | socket, kernel, copies on both sides |
-# | RDMA: InfiniBand, RoCE | hosts | 50 GB/s a port (NDR, 400 Gbit/s) | the network card reads and writes memory itself |
+# | RDMA: InfiniBand, RoCE | hosts | 50 GB/s per port (NDR, 400 Gbit/s) | the network card reads and writes memory itself |
 #
 # What makes RDMA fast is three things, and each is something that TCP does not do:
 # - **CPU offload**: the card runs the transport protocol: packets, acknowledgements,
@@ -553,13 +553,13 @@ for name, algorithm in {"flat ring": ring_all_reduce, "hierarchical": hierarchic
 #
 # | strategy | collective | volume | how latency shows | placement |
 # |---|---|---|---|---|
-# | tensor (22) | all-reduce, 2 forward and 2 backward a layer | 2(t-1)/t b s h each | fully: the next matmul waits for it | inside a node |
+# | tensor (22) | all-reduce, 2 forward and 2 backward per layer | 2(t-1)/t b s h each | fully: the next matmul waits for it | inside a node |
 # | sequence (22) | all-gather and reduce-scatter instead | the same in all | fully | inside a node, with tensor |
 # | context, ring (24) | send/recv of K and V | 2(P-1) b (s/P) h_kv forward | hidden behind attention if blocks are large | inside, or between nodes |
 # | context, Ulysses (24) | all-to-all, 4 forward | (P-1)/P^2 b s h each | fully | inside a node |
 # | expert (25) | all-to-all, 2 forward | about 2 k tokens h (P-1)/P | fully, and the slowest rank decides | inside, or few nodes |
-# | pipeline (23) | send/recv | b s h a micro-batch and boundary, each way | in the bubble | between nodes |
-# | data (21) | all-reduce of gradients | 2(N-1)/N Psi a step | hidden behind backward | between nodes |
+# | pipeline (23) | send/recv | b s h per micro-batch and boundary, each way | in the bubble | between nodes |
+# | data (21) | all-reduce of gradients | 2(N-1)/N Psi per step | hidden behind backward | between nodes |
 # | optimizer, ZeRO (21) | reduce-scatter, all-gather | 2(N-1)/N Psi; 3(N-1)/N Psi fully sharded | hidden by prefetching the next layer | between nodes |
 #
 # Rule: what is large *and* can't be hidden goes on the fast link. Tensor parallelism pays in every
@@ -570,7 +570,8 @@ for name, algorithm in {"flat ring": ring_all_reduce, "hierarchical": hierarchic
 # The orders of magnitude, computed for one step of a model of 70 billion parameters (80 layers, h = 8192, 8
 # of 64 heads for K and V) on 512 cards as t = 8, 4 stages, N = 16, with 16 micro-batches of 8,192 tokens in
 # bf16. The lines for context and expert parallelism say what 8 ranks of it would send instead of tensor
-# parallelism's.
+# parallelism's. The last column is one 400 Gbit/s port per rank, as if each rank of the group sat on a host of
+# its own; a group that fills hosts crosses between them on all of their ports.
 
 # %%
 h, tokens, layers, micro, t, stages, N = 8192, 8192, 80 // 4, 16, 8, 4, 16

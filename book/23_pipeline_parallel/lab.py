@@ -23,7 +23,7 @@ from shardbook import calls, plot
 from shardbook.checks import pipeline_parallel as check
 from shardbook.basics.tiny import counting_batch, tiny_lm, token_loss
 from shardbook.parallel.clock import virtual_clock
-from shardbook.studies.pipeline_lm import Timed, idle_share, in_order, split_lm, virtual_trace
+from shardbook.studies.pipeline_lm import timed, idle_share, in_order, split_lm, virtual_trace
 from shardbook.pictures.pipeline import draw_schedules
 from shardbook.parallel.schedules import (
     Op,  # ("F" or "B", microbatch, chunk)
@@ -208,7 +208,7 @@ check.run_pipeline(run_pipeline)
 # ### A trace to read
 #
 # Your pipeline with your schedule on four real ranks, on the **virtual clock**: a forward takes 1, a
-# backward 2. Your code does not know: `Timed` tells the clock what the stage computes, and the four
+# backward 2. Your code does not know: `timed` tells the clock what the stage computes, and the four
 # functions above put the sender's time into each message. (With functions of your own the answer is as
 # right, but no rank waits on the chart.) In the trace, find the warm-up of rank 0, the first
 # gradient it waits for, and the end of the pipeline. Which rank is idle longest at the start, which at
@@ -221,7 +221,7 @@ predicted = 3 / (8 + 3)  # the bubble of 4 stages and 8 micro-batches
 # %%
 def timed_step(schedule):
     rank, p = dist.get_rank(), dist.get_world_size()
-    stage = Timed(split_lm(tiny_lm(num_layers=4), p)[rank].to(sb.device()))
+    stage = timed(split_lm(tiny_lm(num_layers=4), p)[rank].to(sb.device()))
     tokens, targets = (t.to(sb.device()).split(1) for t in counting_batch(0, batch=8, seq=16))
     with virtual_clock(rank, {"F": 1.0, "B": 2.0}) as clock:
         run_pipeline(stage, schedule, tokens, targets, token_loss)

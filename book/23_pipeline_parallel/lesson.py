@@ -38,7 +38,7 @@ from shardbook.parallel.schedules import (
 )
 from shardbook.pictures.pipeline import draw_schedules, draw_stages
 from shardbook.studies.pipeline_lm import (
-    Marked,
+    marked,
     Recomputed,
     Saved,
     idle_share,
@@ -348,7 +348,7 @@ def in_real_time(schedule):
     run_pipeline(stage, schedule, tokens, targets, token_loss)  # connects, warms up
     dist.barrier()
     with sb.trace() as t:
-        run_pipeline(Marked(stage), schedule, tokens, targets, token_loss)
+        run_pipeline(marked(stage), schedule, tokens, targets, token_loss)
     return t
 
 

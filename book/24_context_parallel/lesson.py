@@ -497,7 +497,8 @@ plt.show()
 
 # %% [markdown]
 # Computed from data sheets, for 8 ranks and a layer like Llama-3-8B's (32 heads, 8 kv heads, 128),
-# without latencies: kernels reach less than the peak, which moves the ring's end to the left, and
+# without latencies, RDMA as one 400 Gbit/s adapter for each rank: kernels reach less than the peak, which
+# moves the ring's end to the left, and
 # small messages take longer than their bytes. Where a ring's line ends, its messages are hidden
 # completely. Over the slow link Ulysses wins up to 16k tokens, the ring from 32k on. With few kv
 # heads on a fast link the ring has little to hide. Both at once, on a mesh: the next section.

@@ -1,8 +1,9 @@
 """The small model cut into stages, on a virtual clock, and what autograd keeps of it."""
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -55,60 +56,57 @@ def split_lm(model: TinyLM, num_stages: int) -> list[Stage]:
     return stages
 
 
-class Timed(nn.Module):
-    """A stage that tells the virtual clock what it computes, one micro-batch after the other."""
+class _Told(nn.Module):
+    """A stage that runs its i-th forward within `during(i)` and begins backward with `begin(i)`."""
 
-    def __init__(self, stage: nn.Module):
+    def __init__(
+        self,
+        stage: nn.Module,
+        during: Callable[[int], contextlib.AbstractContextManager],
+        begin: Callable[[int], None],
+    ):
         super().__init__()
-        self.stage, self.count = stage, 0
+        self.stage, self.during, self.begin, self.count = stage, during, begin, 0
 
     def forward(self, x: Tensor) -> Tensor:
         i, self.count = self.count, self.count + 1
-        clock.kernel("F", i)
-        return _Backward.apply(self.stage(x), i)
+        with self.during(i):
+            return _Begins.apply(self.stage(x), i, self.begin)
 
 
-class _Backward(torch.autograd.Function):
+class _Begins(torch.autograd.Function):
     """The identity; its backward is the first of a stage's."""
 
     @staticmethod
-    def forward(ctx, x, i):
-        ctx.microbatch = i
+    def forward(ctx, x, i, begin):
+        ctx.begin = lambda: begin(i)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        clock.kernel("B", ctx.microbatch)
-        return grad, None
+        ctx.begin()
+        return grad, None, None
 
 
-class Marked(nn.Module):
-    """A stage whose forwards F0, F1, … and backwards B0, B1, … show in a trace of real time."""
+def timed(stage: nn.Module) -> nn.Module:
+    """The stage, telling the virtual clock what it computes, one micro-batch after the other."""
 
-    def __init__(self, stage: nn.Module):
-        super().__init__()
-        self.stage, self.count = stage, 0
+    def forward(i: int) -> contextlib.AbstractContextManager:
+        clock.kernel("F", i)
+        return contextlib.nullcontext()
 
-    def forward(self, x: Tensor) -> Tensor:
-        i, self.count = self.count, self.count + 1
-        with mark(f"F{i}"):
-            return _MarkedBackward.apply(self.stage(x), f"B{i}")
+    return _Told(stage, forward, lambda i: clock.kernel("B", i))
 
 
-class _MarkedBackward(torch.autograd.Function):
-    """The identity; its backward, the first of a stage's, opens a mark until the last is done."""
+def marked(stage: nn.Module) -> nn.Module:
+    """The stage, its forwards F0, F1, … and backwards B0, B1, … marked in a trace of real time."""
 
-    @staticmethod
-    def forward(ctx, x, name):
-        ctx.name = name
-        return x.view_as(x)
+    def backward(i: int) -> None:  # from the first of the stage's backwards to the last
+        opened = mark(f"B{i}")
+        opened.__enter__()
+        after_backward(lambda: opened.__exit__(None, None, None))
 
-    @staticmethod
-    def backward(ctx, grad):
-        open_mark = mark(ctx.name)
-        open_mark.__enter__()
-        after_backward(lambda: open_mark.__exit__(None, None, None))
-        return grad, None
+    return _Told(stage, lambda i: mark(f"F{i}"), backward)
 
 
 class Recomputed(nn.Module):

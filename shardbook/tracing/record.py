@@ -85,33 +85,18 @@ def mark(name: str) -> Iterator[None]:
         _note(str(name), start, "mark", {})
 
 
-def pace(ms: float, name: str = "kernel", since: int | None = None, late: int = 0) -> int:
+def pace(ms: float, name: str = "kernel") -> None:
     """Stand for a kernel that takes `ms` milliseconds: sleeps, and is labelled "paced".
 
-    So four ranks on two cores show the schedule that four devices would. `since`, a reading of
-    time.perf_counter_ns(), counts what was computed from then on as a part of the kernel; `late`
-    ns that the device began before that, since its host came late. Returns when the kernel ends on
-    the device, a reading of the same clock; this process is awake again a little later.
+    So four ranks on two cores show the schedule that four devices would. The slice is `ms` long;
+    this process is awake again a little later.
     """
     if not isinstance(ms, (int, float)) or not 0 <= ms < 1e9:  # nan is neither
         raise ValueError(f"sb.pace() takes a time in milliseconds, 0 or more, not {ms!r}")
-    now = time.perf_counter_ns()
-    start = now if since is None else since
-    end = max(now, start - late + round(ms * 1e6))
-    time.sleep((end - now) / 1e9)
-    args = {"time": f"paced: sleeps {ms:g} ms", "kernel ms": (end - start + late) / 1e6}
-    offset = _clock_offset()
-    _note(f"{name} (paced)", start + offset, "paced", args, end + offset)
-    return end
-
-
-def _clock_offset() -> int:
-    """The trace's clock less time.perf_counter_ns(), in ns, of the least interrupted of three."""
-    readings = []
-    for _ in range(3):
-        before, now, after = time.perf_counter_ns(), _now(), time.perf_counter_ns()
-        readings.append((after - before, now - (before + after) // 2))
-    return min(readings)[1]
+    start = _now()
+    time.sleep(ms / 1e3)
+    args = {"time": f"paced: sleeps {ms:g} ms"}
+    _note(f"{name} (paced)", start, "paced", args, start + round(ms * 1e6))
 
 
 def label(**coordinates: int) -> None:
