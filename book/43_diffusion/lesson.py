@@ -475,7 +475,7 @@ print("variety falls from 1 to 4:", variety(judged[4][1]) < variety(judged[1][1]
 
 # %%
 show([judged[2][1][10 * i : 10 * i + 10] for i in range(4)], [""] * 4)
-plt.show()
+plot.show("Samples, four rows: in each a digit of every class from 0 to 9.")
 
 # %% [markdown]
 # ## What breaks in practice

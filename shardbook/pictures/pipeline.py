@@ -1,7 +1,5 @@
 """Pipeline schedules drawn: one row per rank, one box per operation."""
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -52,23 +50,15 @@ def draw_schedules(timelines: dict[str, list[tuple]], width: float = 10.0) -> Fi
     all but the lowest part of a rank are drawn pale. White is the bubble.
     """
     ranks = [1 + max(op[0] for op in t) for t in timelines.values()]
-    mpl.rcParams.update(plot.STYLE)
-    fig, axes = plt.subplots(
-        len(timelines),
-        1,
-        figsize=(width, 0.28 * sum(ranks) + 0.62 * len(timelines)),
-        height_ratios=ranks,
-        squeeze=False,
-        sharex=True,
-        layout="constrained",
-    )
+    height = 0.28 * sum(ranks) + 0.62 * len(timelines)
+    fig, axes = plot.grid(width, height, len(timelines), height_ratios=ranks, sharex=True)
     kinds: set[str] = set()
-    for (ax,), (title, timeline) in zip(axes, timelines.items(), strict=True):
+    for ax, (title, timeline) in zip(axes, timelines.items(), strict=True):
         _gantt(ax, timeline)
         ax.set_title(title, loc="left", fontsize=10)
         kinds |= {op[1] for op in timeline}
     handles = [Patch(facecolor=c, label=n) for k, (c, n) in KINDS.items() if k in kinds]
-    axes[-1][0].set_xlabel("time")
+    axes[-1].set_xlabel("time")
     fig.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=9)
     fig.set_label(
         "Bars of operations in time, a row per rank. " + " ".join(map(_said, timelines.items()))

@@ -3,6 +3,7 @@
 import itertools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -30,16 +31,18 @@ STYLE = {
 
 def figure(width: float = 7.0, height: float = 3.0, columns: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure in the book's style and its axes, always as a list. Sizes in inches."""
-    mpl.rcParams.update(STYLE)
-    fig, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
-    _with_words()
-    return fig, [axes] if columns == 1 else list(axes)
+    return grid(width, height, 1, columns)
 
 
-def grid(width: float, height: float, rows: int, columns: int) -> tuple[Figure, list[Axes]]:
-    """A figure of rows x columns axes in the book's style, row by row in one list."""
+def grid(
+    width: float, height: float, rows: int, columns: int = 1, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure of rows x columns axes, row by row in one list; options are plt.subplots'."""
     mpl.rcParams.update(STYLE)
-    fig, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained")
+    size = (width, height)
+    fig, axes = plt.subplots(
+        rows, columns, figsize=size, layout="constrained", squeeze=False, **options
+    )
     _with_words()
     return fig, list(axes.flat)
 
@@ -129,20 +132,12 @@ def storage(tensors: dict[str, Tensor], width: float = 9.0) -> Figure:
     Colour is the first index. A cell of memory that several first indices reach has several
     colours, one that none reaches is white. Small numbers count the storage. 1 to 3 dimensions.
     """
-    mpl.rcParams.update(STYLE)
     heights = [max(2, t.shape[-2] if t.dim() > 1 else 1) + 1.6 for t in tensors.values()]
-    fig, axes = plt.subplots(
-        len(tensors),
-        2,
-        figsize=(width, 0.3 * sum(heights)),
-        width_ratios=(2, 3),
-        height_ratios=heights,
-        squeeze=False,
-        layout="constrained",
-    )
-    _with_words()
+    ratios = {"width_ratios": (2, 3), "height_ratios": heights}
+    fig, axes = grid(width, 0.3 * sum(heights), len(tensors), 2, **ratios)
     known, first = next(iter(tensors.items()))
-    for (left, right), (name, x) in zip(axes, tensors.items(), strict=True):
+    pairs = zip(axes[::2], axes[1::2], strict=True)
+    for (left, right), (name, x) in zip(pairs, tensors.items(), strict=True):
         _indexed(left, x)
         left.set_title(f"{name}   {tuple(x.shape)}", fontsize=10, loc="left")
         _memory(right, x)
